@@ -1,0 +1,1 @@
+"""Tools that read, convert and describe checkpoints; `convert.py` is the command."""

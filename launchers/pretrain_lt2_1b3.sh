@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Pretrain the paper's 1.3B hybrid (17 Gated DeltaNet + 4 full-attention layers, looped 4 times).
+#
+#   sbatch --gpus-per-node=8 launchers/pretrain_lt2_1b3.sh      on Slurm; flags of sbatch win over the lines below
+#   bash launchers/pretrain_lt2_1b3.sh                          on this machine's GPUs; without one, a small trial run
+#   LT2_DRY_RUN=1 bash launchers/pretrain_lt2_1b3.sh            prints config, memory and command; writes nothing
+#
+# Any setting can be given as an argument (--training.steps 1000) or as a variable:
+#   DATA_PATH       prefixes of .bin/.idx pairs, separated by spaces    TOKENIZER     tokenizer folder or file
+#   LT2_RUN_DIR     run folder; a second start there resumes            LT2_CONFIG    another YAML file
+#   TP PP CP        parallel sizes      MBS GBS  batch sizes            EXTRA_ARGS    more arguments
+#   LT2_SMOKE=1/0   force/forbid the trial run                          LT2_ROOT      the checkout, if not found
+#   LT2_NPROC       ranks on this machine; default: its GPUs            LT2_<SECTION>__<FIELD>  any setting
+#
+# A job that nears its time limit saves, is requeued and goes on. See docs/ and README.md.
+#SBATCH --job-name=lt2_1b3
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=8
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
+#SBATCH --output=%x-%j.out
+
+set -euo pipefail
+
+# sbatch runs a copy of this script from its spool folder, so its own place says nothing there.
+candidates=("$(dirname "${BASH_SOURCE[0]}")/.." "${SLURM_SUBMIT_DIR:-.}" "${SLURM_SUBMIT_DIR:-.}/..")
+[[ -z "${LT2_ROOT:-}" ]] || candidates=("$LT2_ROOT")
+for LT2_ROOT in "${candidates[@]}"; do
+    [[ ! -f "$LT2_ROOT/launchers/lib.sh" ]] || break
+done
+if [[ ! -f "$LT2_ROOT/launchers/lib.sh" ]]; then
+    echo "lt2: no checkout at ${candidates[*]}: submit from it, or set LT2_ROOT to it" >&2
+    exit 2
+fi
+LT2_ROOT="$(cd "$LT2_ROOT" && pwd -P)"
+. "$LT2_ROOT/launchers/lib.sh"
+
+lt2_pretrain "$LT2_ROOT/launchers/configs/lt2_1b3.yaml" runs/lt2_1b3-smoke "$@"

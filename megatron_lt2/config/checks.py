@@ -1,0 +1,220 @@
+"""Checks across fields, made before anything is allocated.
+
+Each refusal is one sentence: the setting, its value, what to do. Settings that are part of the schema but
+not served by this version are refused here too, never ignored.
+"""
+
+from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.schema import ModelConfig, RunConfig
+from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
+from megatron_lt2.model.pattern import expand_pattern
+
+
+def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) -> None:
+    """Refuse settings that cannot work together.
+
+    Args:
+        config: what was asked for.
+        world_size: ranks in the run.
+        need_data: also refuse an empty data.path.
+
+    Raises:
+        ConfigError: names the setting, the value and the fix.
+    """
+    _check_positive(config)
+    _check_supported(config)
+    _check_model(config.model)
+    _check_parallel(config, world_size)
+    _check_batch(config, world_size)
+    _check_schedule(config)
+    _check_data(config, need_data)
+
+
+def _refuse(message: str) -> None:
+    raise ConfigError(message)
+
+
+def _check_positive(config: RunConfig) -> None:
+    for name, value in {
+        "model.num_layers": config.model.num_layers,
+        "model.hidden_size": config.model.hidden_size,
+        "model.num_heads": config.model.num_heads,
+        "model.loops": config.model.loops,
+        "model.gdn.conv_size": config.model.gdn.conv_size,
+        "data.sequence_length": config.data.sequence_length,
+        "training.steps": config.training.steps,
+        "training.global_batch_size": config.training.global_batch_size,
+        "training.micro_batch_size": config.training.micro_batch_size,
+        "parallel.tensor": config.parallel.tensor,
+        "parallel.pipeline": config.parallel.pipeline,
+        "parallel.context": config.parallel.context,
+        "logging.interval": config.logging.interval,
+        "optimizer.lr": config.optimizer.lr,
+    }.items():
+        if value <= 0:
+            _refuse(f"{name} is {value}; it must be greater than 0")
+    for name, number in {
+        "training.eval_interval": config.training.eval_interval,
+        "training.eval_batches": config.training.eval_batches,
+        "checkpoint.interval": config.checkpoint.interval,
+        "checkpoint.keep": config.checkpoint.keep,
+        "optimizer.warmup_steps": config.optimizer.warmup_steps,
+        "optimizer.clip_grad": config.optimizer.clip_grad,
+        "data.num_workers": config.data.num_workers,
+    }.items():
+        if number < 0:
+            _refuse(f"{name} is {number}; it must be 0 or more")
+
+
+def _check_supported(config: RunConfig) -> None:
+    model, parallel = config.model, config.parallel
+    if model.norm_mode != "pre":
+        _refuse(f"model.norm_mode {model.norm_mode!r} is not supported yet; set it to 'pre'")
+    if model.inter_loop_norm:
+        _refuse("model.inter_loop_norm true is not supported yet; set it to false")
+    if model.exit_gate:
+        _refuse("model.exit_gate true is not supported yet; set it to false")
+    if model.loss != "final":
+        _refuse(f"model.loss {model.loss!r} is not supported yet; set it to 'final'")
+    if parallel.pipeline > 1:
+        _refuse(f"parallel.pipeline {parallel.pipeline} is not supported yet; set it to 1")
+    if parallel.context > 1:
+        _refuse(f"parallel.context {parallel.context} is not supported yet; set it to 1")
+    for name in ("fp8", "fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
+        if config.megatron.transformer.get(name):
+            _refuse(
+                f"megatron.transformer.{name} {config.megatron.transformer[name]!r} is not supported "
+                "yet; leave it out"
+            )
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.head_dim is None and model.hidden_size % model.num_heads:
+        _refuse(
+            f"model.hidden_size {model.hidden_size} is not divisible by model.num_heads "
+            f"{model.num_heads}; set model.head_dim or change one of them"
+        )
+    if model.num_heads % model.kv_heads:
+        _refuse(
+            f"model.num_heads {model.num_heads} is not divisible by model.num_kv_heads "
+            f"{model.kv_heads}; choose a divisor of {model.num_heads}"
+        )
+    if model.attention_head_dim % 2:
+        _refuse(
+            f"the attention head dimension is {model.attention_head_dim}; rotary positions need an "
+            "even one, set model.head_dim"
+        )
+    try:
+        names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if "gdn" in names:
+        for name, value in (("key", model.gdn_head_k_dim), ("value", model.gdn_head_v_dim)):
+            if value < 2 or value % 2:
+                _refuse(
+                    f"model.gdn gives {value} {name} channels a head; kernels need an even number, "
+                    "set model.gdn.head_k_dim or model.gdn.expand_v"
+                )
+        if model.gdn_head_k_dim > 256:
+            _refuse(
+                f"model.gdn gives {model.gdn_head_k_dim} key channels a head; the kernels take at "
+                "most 256, use more model.gdn.num_heads"
+            )
+
+
+def _check_parallel(config: RunConfig, world_size: int) -> None:
+    parallel, model = config.parallel, config.model
+    ways = parallel.tensor * parallel.pipeline * parallel.context
+    if world_size % ways:
+        _refuse(
+            f"{world_size} ranks cannot be split into parallel.tensor {parallel.tensor} x "
+            f"parallel.pipeline {parallel.pipeline} x parallel.context {parallel.context}; start a "
+            f"multiple of {ways} ranks"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        _refuse("parallel.sequence true needs parallel.tensor of 2 or more; set it to false")
+    if parallel.tensor > 1:
+        for name in sorted(set(expand_pattern(model.pattern, model.num_layers, MIXER_NAMES))):
+            for setting, heads in get_mixer(name).heads(model).items():
+                if heads % parallel.tensor:
+                    _refuse(
+                        f"{setting} {heads} is not divisible by parallel.tensor {parallel.tensor}; "
+                        "choose a tensor-parallel size that divides it"
+                    )
+        if model.ffn_width % parallel.tensor:
+            _refuse(
+                f"model.ffn_hidden_size {model.ffn_width} is not divisible by parallel.tensor "
+                f"{parallel.tensor}; choose a multiple"
+            )
+    if parallel.sequence and config.data.sequence_length % parallel.tensor:
+        _refuse(
+            f"data.sequence_length {config.data.sequence_length} is not divisible by parallel.tensor "
+            f"{parallel.tensor}, which parallel.sequence needs; choose a multiple"
+        )
+
+
+def data_parallel_size(config: RunConfig, world_size: int) -> int:
+    """Ranks that see different sequences."""
+    parallel = config.parallel
+    return world_size // (parallel.tensor * parallel.pipeline * parallel.context)
+
+
+def _check_batch(config: RunConfig, world_size: int) -> None:
+    training = config.training
+    replicas = data_parallel_size(config, world_size)
+    if training.global_batch_size % (training.micro_batch_size * replicas):
+        _refuse(
+            f"training.global_batch_size {training.global_batch_size} is not divisible by "
+            f"training.micro_batch_size {training.micro_batch_size} x {replicas} data-parallel ranks; "
+            f"choose a multiple of {training.micro_batch_size * replicas}"
+        )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    optimizer, steps = config.optimizer, config.training.steps
+    if optimizer.warmup_steps >= steps:
+        _refuse(
+            f"optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing of training.steps {steps}; "
+            "make it smaller"
+        )
+    decay = optimizer.decay_steps
+    if optimizer.schedule == "wsd" and decay is not None and decay > steps - optimizer.warmup_steps:
+        _refuse(
+            f"optimizer.decay_steps {decay} does not fit into training.steps {steps} after "
+            f"{optimizer.warmup_steps} warm-up steps; make it smaller"
+        )
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
+        _refuse(
+            f"optimizer.min_lr {optimizer.min_lr} is above optimizer.lr {optimizer.lr}; lower it"
+        )
+
+
+def _check_data(config: RunConfig, need_data: bool) -> None:
+    data = config.data
+    if need_data and not data.prefixes:
+        _refuse(
+            "data.path is empty; write data with `python data_prep/tokenize.py --input FILE... "
+            "--tokenizer DIR --output PREFIX` and pass --data.path PREFIX"
+        )
+    if data.weights is not None:
+        if len(data.weights) != len(data.prefixes):
+            _refuse(
+                f"data.weights has {len(data.weights)} entries for {len(data.prefixes)} prefixes in "
+                "data.path; give one a prefix"
+            )
+        if any(w <= 0 for w in data.weights):
+            _refuse(f"data.weights {data.weights} must all be greater than 0")
+    try:
+        parts = [float(part) for part in data.split.split(",")]
+    except ValueError:
+        parts = []
+    if len(parts) != 3 or any(p < 0 for p in parts) or sum(parts) <= 0 or parts[0] == 0:
+        _refuse(
+            f"data.split {data.split!r} is not three shares (train, validation, test); "
+            "write it like '98,2,0'"
+        )
+    if config.training.eval_batches > 0 and parts[1] == 0:
+        _refuse(
+            f"data.split {data.split!r} has no validation part; give it one or set "
+            "training.eval_batches 0"
+        )

@@ -1,0 +1,215 @@
+"""From a YAML file, environment variables and the command line to one checked `RunConfig`.
+
+jsonargparse does the parsing; this module only fixes the precedence and the wording:
+
+    defaults < YAML file (--config) < environment (LT2_MODEL__LOOPS=4) < command line (--model.loops 4)
+
+The YAML file is handed over as jsonargparse's "default config file", since that is the layer which it
+places below the environment. Unknown keys are errors in every layer.
+"""
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lt2.config.schema import RunConfig
+
+ENV_PREFIX = "LT2"
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the setting, the value and the fix."""
+
+
+def build_parser(prog: str, description: str, config_file: str | None = None) -> Any:
+    """An argument parser with one option a `RunConfig` field, help taken from the field's text."""
+    from jsonargparse import ArgumentParser, set_parsing_settings
+
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        default_env=True,
+        env_prefix=ENV_PREFIX,
+        default_config_files=[config_file] if config_file else [],
+        exit_on_error=False,
+    )
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def load_config(
+    argv: Sequence[str], *, prog: str = "megatron_lt2", description: str = ""
+) -> RunConfig:
+    """Parse `argv` (with an optional `--config FILE`) into a RunConfig.
+
+    Values are typed and known; `checks.check_config` looks at how they fit together.
+
+    Raises:
+        ConfigError: one line that names the file or option and what is wrong with it.
+    """
+    config_file, rest = _take_config_option(list(argv))
+    if config_file is not None:
+        _read_yaml(config_file)  # a readable error before jsonargparse's own
+    _reject_unknown_environment()
+    parser = build_parser(prog, description, config_file)
+    try:
+        namespace = parser.parse_args(rest)
+        built = parser.instantiate(namespace)
+    except SystemExit:
+        raise
+    except Exception as error:  # jsonargparse raises several unrelated types
+        source = f"{config_file}: " if config_file and not rest else ""
+        raise ConfigError(source + _one_line(error, rest)) from None
+    return _as_run_config(built)
+
+
+def load_saved(path: str | Path) -> RunConfig:
+    """Read a resolved config written by `save_config`; the environment plays no part.
+
+    Raises:
+        ConfigError: the file is missing, not YAML, or has unknown keys.
+    """
+    return _from_mapping(RunConfig, _read_yaml(str(path)), str(path))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole config as YAML text, one block a section."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, default_flow_style=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
+    config_file = os.environ.get("LT2_CONFIG")
+    rest: list[str] = []
+    items = iter(argv)
+    for item in items:
+        if item == "--config":
+            config_file = next(items, None)
+            if config_file is None:
+                raise ConfigError("--config needs a file name, e.g. --config run.yaml")
+        elif item.startswith("--config="):
+            config_file = item.split("=", 1)[1]
+        else:
+            rest.append(item)
+    return config_file, rest
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read the config file ({error})") from None
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise ConfigError(f"{place}: not valid YAML ({getattr(error, 'problem', error)})") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"{path}: a config file holds sections such as 'model:', not a {type(loaded).__name__}"
+        )
+    _check_keys(RunConfig, loaded, path, "")
+    return loaded
+
+
+def _check_keys(cls: type, values: dict[str, Any], path: str, prefix: str) -> None:
+    """Reject keys that the schema does not know, with the nearest one that it does."""
+    known = {f.name: f for f in fields(cls)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {prefix}{key}{_nearest(str(key), list(known))}")
+        section = known[key].type
+        if isinstance(section, type) and is_dataclass(section):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: {prefix}{key} is a section, got {value!r}")
+            _check_keys(section, value, path, f"{prefix}{key}.")
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(known)})"
+
+
+def _known_environment(cls: type, prefix: str) -> list[str]:
+    names = []
+    for f in fields(cls):
+        name = f"{prefix}__{f.name}".upper()
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            names += _known_environment(f.type, name)
+        else:
+            names.append(name)
+    return names
+
+
+def _reject_unknown_environment() -> None:
+    known = [
+        name
+        for f in fields(RunConfig)
+        if isinstance(f.type, type) and is_dataclass(f.type)
+        for name in _known_environment(f.type, f"{ENV_PREFIX}_{f.name}".upper())
+    ]
+    for name in os.environ:
+        if re.fullmatch(rf"{ENV_PREFIX}_[A-Z0-9]+__\w+", name) and name not in known:
+            raise ConfigError(f"environment variable {name} is no setting{_nearest(name, known)}")
+
+
+def _one_line(error: Exception, argv: list[str]) -> str:
+    text = " ".join(str(error).split())
+    unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", text)
+    if unknown:
+        options = ["--" + name for name in dotted_names(RunConfig)]
+        return f"unknown option {unknown.group(1)}{_nearest(unknown.group(1), options)[:200]}"
+    return text.replace("Parser key ", "setting ")
+
+
+def dotted_names(cls: type, prefix: str = "") -> list[str]:
+    """All leaf settings by dotted name, e.g. model.loops."""
+    names = []
+    for f in fields(cls):
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            names += dotted_names(f.type, f"{prefix}{f.name}.")
+        else:
+            names.append(prefix + f.name)
+    return names
+
+
+def _as_run_config(namespace: Any) -> RunConfig:
+    return RunConfig(**{f.name: getattr(namespace, f.name) for f in fields(RunConfig)})
+
+
+def _from_mapping(cls: Any, values: dict[str, Any], path: str) -> Any:
+    kwargs: dict[str, Any] = {}
+    for f in fields(cls):
+        if f.name not in values:
+            continue
+        value = values[f.name]
+        if isinstance(f.type, type) and is_dataclass(f.type):
+            value = _from_mapping(f.type, value, path)
+        elif str(f.type).startswith("tuple") and isinstance(value, list):
+            value = tuple(value)
+        kwargs[f.name] = value
+    return cls(**kwargs)
+
+
+def fail(error: Exception) -> int:
+    """Print a user's mistake as one line and return the exit code for it."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

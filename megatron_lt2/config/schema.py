@@ -1,0 +1,364 @@
+"""The run configuration: what a YAML file may say and what every field means.
+
+One dataclass a component, nested in `RunConfig`. The text under a field is its help text. Values are
+plain data here; checks that need more than one field live in `checks.py`, loading in `load.py`, and the
+step from here to megatron-core's own configs in `megatron_lt2/model/core_config.py`.
+
+`None` stands for "work it out": the value is derived once (properties below) and printed at start.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(kw_only=True)
+class RopeConfig:
+    """Rotary positions, used by the layers whose architecture has them (full attention)."""
+
+    theta: float = 10000.0
+    """Base of the rotary frequencies."""
+
+    interleaved: bool = False
+    """Pair neighbouring channels (0,1),(2,3).. instead of the two halves of a head."""
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """Full (softmax) attention layers."""
+
+    output_gate: bool = True
+    """Multiply the attention output by sigmoid(x W_g), W_g zero at the start (Qiu et al. 2025, gate "G1")."""
+
+
+@dataclass(kw_only=True)
+class GDNConfig:
+    """Gated DeltaNet layers (Yang et al. 2024, arXiv 2412.06464)."""
+
+    num_heads: int | None = None
+    """Heads; default: model.num_heads."""
+
+    head_k_dim: int | None = None
+    """Query/key channels a head; default: 0.75 * hidden_size / heads."""
+
+    expand_v: float = 2.0
+    """Value channels a head, as a multiple of head_k_dim."""
+
+    conv_size: int = 4
+    """Taps of the short causal convolution on q, k and v."""
+
+    allow_neg_eigval: bool = False
+    """Let beta reach 2 instead of 1, so that transition eigenvalues may be negative."""
+
+    norm_eps: float = 1e-5
+    """Epsilon of the gated RMS norm on each head's output."""
+
+    a_init_max: float = 16.0
+    """Decay rates A are drawn uniformly from (0, a_init_max]."""
+
+    dt_min: float = 1e-3
+    """Smallest initial time step; steps are drawn log-uniformly from [dt_min, dt_max]."""
+
+    dt_max: float = 1e-1
+    """Largest initial time step."""
+
+
+@dataclass(kw_only=True)
+class InitConfig:
+    """Initial weights of the linear maps and the embedding."""
+
+    std: float | None = None
+    """Standard deviation; default: 1/sqrt(input width) of each matrix (hidden_size for the embedding)."""
+
+    cutoff: float = 3.0
+    """The normal distribution is cut off at this many standard deviations."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The LT2 architecture (arXiv 2605.20670); the defaults are the paper's 1.3B hybrid."""
+
+    num_layers: int = 21
+    """Physical layers N."""
+
+    hidden_size: int = 2048
+    """Width d of the residual stream."""
+
+    num_heads: int = 16
+    """Attention heads; also the default head count of the other mixers."""
+
+    num_kv_heads: int | None = None
+    """Key/value heads of full attention (grouped-query attention); default: num_heads."""
+
+    head_dim: int | None = None
+    """Channels a full-attention head; default: hidden_size / num_heads."""
+
+    ffn_hidden_size: int | None = None
+    """Inner width of the SwiGLU; default: 8/3 * hidden_size rounded up to 256."""
+
+    vocab_size: int | None = None
+    """Vocabulary; default: the tokenizer's largest id + 1, as written in the data manifest."""
+
+    pattern: str | list[str] = "4*gdn+full"
+    """Mixer of each layer: '4*gdn+full' is repeated and cut to num_layers; a list names every layer."""
+
+    loops: int = 4
+    """T: how often the whole stack runs, with the same weights."""
+
+    loop_residual: Literal["per_channel", "none"] = "per_channel"
+    """Add rho_t * (input of loop t) to the output of loop t; rho is T x d and starts at zero."""
+
+    norm_mode: Literal["pre", "sandwich"] = "pre"
+    """'pre': norm before mixer and FFN (LT2). 'sandwich': also after them, before the residual add (Ouro)."""
+
+    inter_loop_norm: bool = False
+    """Apply the final norm at the end of every loop (Ouro) instead of once after the last (LT2)."""
+
+    exit_gate: bool = False
+    """Learn an early-exit probability at the end of each loop (Ouro)."""
+
+    loss: Literal["final", "exits"] = "final"
+    """'final': cross entropy after the last loop (LT2). 'exits': sum_t p_t CE_t - beta H(p) (Ouro)."""
+
+    norm_eps: float = 1e-6
+    """Epsilon of the block norms and the final norm."""
+
+    tie_embeddings: bool = True
+    """Use the embedding matrix as the output head."""
+
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    gdn: GDNConfig = field(default_factory=GDNConfig)
+    init: InitConfig = field(default_factory=InitConfig)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of full attention."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def attention_head_dim(self) -> int:
+        """Channels a full-attention head."""
+        return self.head_dim or self.hidden_size // self.num_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width of the SwiGLU."""
+        return self.ffn_hidden_size or round_up(int(2 * 4 * self.hidden_size / 3), 256)
+
+    @property
+    def gdn_heads(self) -> int:
+        """Heads of the Gated DeltaNet layers."""
+        return self.gdn.num_heads or self.num_heads
+
+    @property
+    def gdn_head_k_dim(self) -> int:
+        """Query/key channels a Gated DeltaNet head."""
+        return self.gdn.head_k_dim or int(0.75 * self.hidden_size) // self.gdn_heads
+
+    @property
+    def gdn_head_v_dim(self) -> int:
+        """Value channels a Gated DeltaNet head."""
+        return int(self.gdn_head_k_dim * self.gdn.expand_v)
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Training text: .bin/.idx pairs written by data_prep/tokenize.py."""
+
+    path: list[str] | str = field(default_factory=list)
+    """Prefix of a .bin/.idx pair to train on, or a list of them."""
+
+    weights: list[float] | None = None
+    """Share of each prefix in the blend; default: by size."""
+
+    split: str = "98,2,0"
+    """Parts of each prefix for training, validation and test, by document."""
+
+    tokenizer: str | None = None
+    """Tokenizer folder or tokenizer.json; default: the one that the data manifest names."""
+
+    sequence_length: int = 4096
+    """Tokens a sequence."""
+
+    isolate_documents: bool = True
+    """Restart attention, convolution, recurrence and positions at each document inside a sequence."""
+
+    cache_dir: str | None = None
+    """Where shuffled sample indices are kept; default: <run_dir>/data_cache."""
+
+    num_workers: int = 2
+    """Loader processes a rank; 0 loads in the training process."""
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The prefixes as a list."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Length, batch size and evaluation."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+
+    global_batch_size: int = 96
+    """Sequences a step, over all ranks."""
+
+    micro_batch_size: int = 1
+    """Sequences a rank takes through the model at once."""
+
+    seed: int = 1234
+    """Seed of weights, data order and dropout."""
+
+    eval_interval: int = 100
+    """Steps between evaluations on the validation split; 0: only after the last step if eval_batches > 0."""
+
+    eval_batches: int = 10
+    """Global batches an evaluation; 0 turns evaluation off."""
+
+    exit_after_minutes: float | None = None
+    """Save and leave (code 75) once the run has taken this long; for queues with a time limit."""
+
+    stop_step: int | None = None
+    """Save and leave (code 75) after this step although `steps` is larger; for tests and staged runs."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW and the learning-rate schedule."""
+
+    lr: float = 3e-4
+    """Peak learning rate."""
+
+    min_lr: float | None = None
+    """Learning rate at the end; default: 1e-6 * lr (LT2's cosine)."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's moment decays."""
+
+    eps: float = 1e-8
+    """Adam's epsilon."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to biases, norms and per-channel parameters."""
+
+    clip_grad: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Shape after the warm-up; 'wsd' stays at the peak and decays over the last decay_steps."""
+
+    warmup_steps: int = 0
+    """Steps of linear warm-up."""
+
+    decay_steps: int | None = None
+    """Steps of the final decay of 'wsd'; default: a tenth of training.steps."""
+
+    decay_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    """Shape of the final decay of 'wsd'."""
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How the model and the batch are spread over ranks; data parallelism takes what is left."""
+
+    tensor: int = 1
+    """Tensor-parallel ranks."""
+
+    pipeline: int = 1
+    """Pipeline stages."""
+
+    context: int = 1
+    """Context-parallel ranks (shards of a sequence)."""
+
+    sequence: bool = False
+    """Sequence parallelism: shard norms and residual adds over the tensor-parallel ranks."""
+
+    distributed_optimizer: bool = True
+    """Shard optimizer state over the data-parallel ranks."""
+
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients while the backward pass runs; default: on with more than one data-parallel GPU rank."""
+
+    overlap_param_gather: bool | None = None
+    """Gather updated parameters while the next forward pass runs; default: as overlap_grad_reduce."""
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """Number formats and which kernels serve the recurrences."""
+
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Weights and activations: bf16 with fp32 master weights, or fp32; 'auto': bf16 on GPU, fp32 on CPU."""
+
+    kernels: Literal["auto", "fla", "torch"] = "auto"
+    """Recurrence kernels: FLA's Triton kernels or the plain torch chunk form; 'auto': FLA on GPU."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Saving and resuming; checkpoints live in <run_dir>/checkpoints."""
+
+    interval: int = 500
+    """Steps between checkpoints; one is always written at the end."""
+
+    keep: int = 3
+    """Newest checkpoints kept; older ones go after a newer one is durable. 0 keeps all."""
+
+    async_save: bool = True
+    """Write in the background while training goes on."""
+
+    resume: bool = True
+    """Continue from the newest complete checkpoint in run_dir, if there is one."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What is reported, and how often."""
+
+    interval: int = 10
+    """Steps between console lines and metric records."""
+
+    tensorboard: bool = True
+    """Also write TensorBoard files to <run_dir>/tensorboard."""
+
+    peak_tflops: float | None = None
+    """Peak of one device for MFU, in TFLOP/s; default: the named value for known GPUs, else MFU is n/a."""
+
+
+@dataclass(kw_only=True)
+class MegatronConfig:
+    """Any further field of megatron-core's own configs, by its megatron-core name."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.transformer.TransformerConfig, e.g. recompute_granularity: full."""
+
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.distributed.DistributedDataParallelConfig, e.g. bucket_size: 40000000."""
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.optimizer.OptimizerConfig, e.g. log_num_zeros_in_grad: true."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One training run."""
+
+    run_dir: str = "runs/default"
+    """Folder of this run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/. A second start resumes."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)

@@ -1,0 +1,1 @@
+"""Tokenizers, token files and the datasets that the trainer reads."""

@@ -1,0 +1,154 @@
+"""Training and validation samples from .bin/.idx pairs, by megatron-core's GPT dataset.
+
+megatron-core cuts the shuffled documents into sequences of sequence_length + 1 tokens, blends prefixes, and
+caches its index under `data.cache_dir`. Which sequences a run sees depends only on the seed, the data and
+the number of samples asked for. `sample_ids` then gives each rank its share of a step, so the data position
+of a run is its step number.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.data.tokenizer import Tokenizer
+
+
+class _EndOfDocument:
+    """The little of a tokenizer that megatron-core's dataset asks for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eod = tokenizer.eos_id
+        self.pad = tokenizer.eos_id
+        self.vocab_size = tokenizer.vocab_size
+        # Part of the key of the cached index: another tokenizer gets another index.
+        self.unique_identifiers = {"class": "lt2", "sha256": tokenizer.sha256}
+
+
+def build_datasets(
+    config: RunConfig, tokenizer: Tokenizer
+) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """The training and the validation dataset; items are dicts of tokens, labels and loss_mask.
+
+    Every rank calls this at the same time; rank 0 builds the index first.
+
+    Raises:
+        ConfigError: a split is too small for one sequence.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    data, training = config.data, config.training
+    _check_tokens(config)
+    train_samples = training.steps * training.global_batch_size
+    valid_samples = training.eval_batches * training.global_batch_size
+    dataset_config = GPTDatasetConfig(
+        random_seed=training.seed,
+        sequence_length=data.sequence_length,
+        blend=(data.prefixes, data.weights),
+        split=data.split,
+        path_to_cache=data.cache_dir or str(Path(config.run_dir) / "data_cache"),
+        tokenizer=_EndOfDocument(tokenizer),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    train, valid, _ = BlendedMegatronDatasetBuilder(
+        GPTDataset, [train_samples, valid_samples, 0], lambda: True, dataset_config
+    ).build()
+    if train is None:
+        raise ConfigError(
+            f"data.split {data.split!r} leaves no training documents in {', '.join(data.prefixes)}"
+        )
+    if valid is None and valid_samples:
+        raise ConfigError(
+            f"data.split {data.split!r} leaves no validation documents in {', '.join(data.prefixes)}; "
+            "give it a larger share or set training.eval_batches 0"
+        )
+    return train, valid
+
+
+def _check_tokens(config: RunConfig) -> None:
+    """Refuse data too small for one sequence, by the token count of each split of each prefix."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    data = config.data
+    shares = [float(part) for part in data.split.split(",")]
+    wanted = [("training", shares[0])]
+    if config.training.eval_batches:
+        wanted.append(("validation", shares[1]))
+    for prefix in data.prefixes:
+        dataset = IndexedDataset(prefix)  # the lengths are a view into it
+        lengths = dataset.sequence_lengths
+        documents, done = len(lengths), 0.0
+        for name, share in wanted:
+            first = round(done / sum(shares) * documents)
+            done += share
+            last = round(done / sum(shares) * documents)
+            tokens = int(lengths[first:last].sum())
+            if tokens < data.sequence_length + 1:
+                raise ConfigError(
+                    f"{prefix}.bin: the {name} split has {tokens} tokens, fewer than one sequence of "
+                    f"data.sequence_length {data.sequence_length} + 1; tokenize more text, change "
+                    "data.split or shorten the sequence"
+                )
+
+
+def sample_ids(
+    step: int, *, global_batch: int, micro_batch: int, rank: int, replicas: int
+) -> list[list[int]]:
+    """Indices of the samples that data-parallel `rank` takes at `step` (0-based), a list a micro-batch.
+
+    A step takes samples [step * global_batch, (step + 1) * global_batch) whatever the number of ranks.
+    """
+    first = step * global_batch
+    micro_batches = global_batch // (micro_batch * replicas)
+    ids = []
+    for i in range(micro_batches):
+        start = first + (i * replicas + rank) * micro_batch
+        ids.append(list(range(start, start + micro_batch)))
+    return ids
+
+
+def micro_batches(
+    dataset: Dataset[Any],
+    steps: range,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    rank: int,
+    replicas: int,
+    num_workers: int,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The micro-batches of this rank over `steps`, loaded ahead by worker processes.
+
+    Yields dicts of [micro_batch, sequence_length] tensors on the CPU.
+    """
+    order = [
+        ids
+        for step in steps
+        for ids in sample_ids(
+            step,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            rank=rank,
+            replicas=replicas,
+        )
+    ]
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=order,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        # The loader draws a base seed for its workers; its own generator keeps the run's RNG untouched.
+        generator=torch.Generator().manual_seed(0),
+    )
+    return iter(loader)

@@ -1,0 +1,139 @@
+"""Configuration of LT2 models (looped hybrids of linear and softmax attention, arXiv 2605.20670).
+
+Two names differ from what readers of other configurations expect. `mixers` names the mixer of every
+layer; transformers reserves `layer_types` for its own names and checks its length against its own
+caches. `loops` says how often the whole stack runs: `num_hidden_layers` counts stored layers, not
+layers visited.
+"""
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+MIXERS = ("full", "gdn")
+
+
+class LT2Config(PretrainedConfig):
+    """Every architectural number of an LT2 model; the defaults are the paper's 1.3B hybrid.
+
+    Args:
+        vocab_size: token ids the model knows.
+        hidden_size: width d of the residual stream.
+        intermediate_size: inner width of the SwiGLU.
+        num_hidden_layers: stored layers N.
+        mixers: mixer of each layer, "full" (softmax attention) or "gdn" (Gated DeltaNet); by
+            default every fifth layer is "full".
+        num_attention_heads: heads of full attention.
+        num_key_value_heads: key/value heads of full attention; default: num_attention_heads.
+        head_dim: channels a full-attention head; default: hidden_size / num_attention_heads.
+        attention_output_gate: multiply the attention output by sigmoid(x W_g).
+        loops: T, how often the whole stack runs with the same weights.
+        loop_residual: "per_channel" adds rho_t * (input of loop t) to the output of loop t, or
+            "none".
+        rope_theta: base of the rotary frequencies of full attention.
+        rope_interleaved: rotate neighbouring channels instead of the two halves of a head.
+        gdn_heads: heads of the Gated DeltaNet layers.
+        gdn_head_k_dim: query/key channels of such a head.
+        gdn_head_v_dim: value channels of such a head.
+        gdn_conv_size: taps of the short causal convolution on q, k and v.
+        gdn_allow_neg_eigval: beta reaches 2 instead of 1.
+        gdn_norm_eps: epsilon of the gated RMS norm on each head's output.
+        rms_norm_eps: epsilon of the block norms and the final norm.
+        max_position_embeddings: tokens a training sequence had.
+        tie_word_embeddings: the embedding matrix is the output head.
+        use_cache: keep states between calls (ignored while training).
+
+    Raises:
+        ValueError: numbers that do not fit together.
+    """
+
+    model_type = "lt2"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size: int = 128256,
+        hidden_size: int = 2048,
+        intermediate_size: int = 5632,
+        num_hidden_layers: int = 21,
+        mixers: list[str] | None = None,
+        num_attention_heads: int = 16,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        attention_output_gate: bool = True,
+        loops: int = 4,
+        loop_residual: str = "per_channel",
+        rope_theta: float = 10000.0,
+        rope_interleaved: bool = False,
+        gdn_heads: int = 16,
+        gdn_head_k_dim: int = 96,
+        gdn_head_v_dim: int = 192,
+        gdn_conv_size: int = 4,
+        gdn_allow_neg_eigval: bool = False,
+        gdn_norm_eps: float = 1e-5,
+        rms_norm_eps: float = 1e-6,
+        max_position_embeddings: int = 4096,
+        tie_word_embeddings: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        use_cache: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.mixers = (
+            list(mixers)
+            if mixers is not None
+            else ["full" if i % 5 == 4 else "gdn" for i in range(num_hidden_layers)]
+        )
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads or num_attention_heads
+        self.head_dim = head_dim or hidden_size // num_attention_heads
+        self.attention_output_gate = attention_output_gate
+        self.loops = loops
+        self.loop_residual = loop_residual
+        self.rope_theta = rope_theta
+        self.rope_interleaved = rope_interleaved
+        self.gdn_heads = gdn_heads
+        self.gdn_head_k_dim = gdn_head_k_dim
+        self.gdn_head_v_dim = gdn_head_v_dim
+        self.gdn_conv_size = gdn_conv_size
+        self.gdn_allow_neg_eigval = gdn_allow_neg_eigval
+        self.gdn_norm_eps = gdn_norm_eps
+        self.rms_norm_eps = rms_norm_eps
+        self.max_position_embeddings = max_position_embeddings
+        self.use_cache = use_cache
+        self._check()
+        super().__init__(
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+            tie_word_embeddings=tie_word_embeddings,
+            **kwargs,
+        )
+
+    def _check(self) -> None:
+        if len(self.mixers) != self.num_hidden_layers:
+            raise ValueError(
+                f"mixers names {len(self.mixers)} layers, "
+                f"num_hidden_layers is {self.num_hidden_layers}"
+            )
+        unknown = sorted(set(self.mixers) - set(MIXERS))
+        if unknown:
+            raise ValueError(f"mixers: unknown {unknown}; known are {list(MIXERS)}")
+        if self.loops < 1:
+            raise ValueError(f"loops must be at least 1, got {self.loops}")
+        if self.loop_residual not in ("per_channel", "none"):
+            raise ValueError(
+                f"loop_residual must be 'per_channel' or 'none', got {self.loop_residual!r}"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if "full" in self.mixers and self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")

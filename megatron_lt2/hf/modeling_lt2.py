@@ -1,0 +1,289 @@
+"""LT2 models for transformers (arXiv 2605.20670): a stack of layers that runs T times.
+
+h = embed(ids); T times: h = stack(h) + rho_t * h; then the final norm and the head. Positions are
+the same in every loop and no state crosses from one loop to the next, so cached generation keeps
+one cache slot per (loop, layer).
+
+Works with `generate` (use_cache on or off), with batches padded on the left (a row gives the same
+numbers as alone), with several tokens after a non-empty cache, and for training (`labels`).
+
+Some imports serve only the other files of the folder: earlier transformers copy the files that this
+one imports, but not what those import in turn.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from ..ops.conv import causal_conv1d  # noqa: F401
+from ..ops.documents import document_ids  # noqa: F401
+from ..ops.gdn import chunk_gated_delta_rule  # noqa: F401
+from ..ops.norms import rms_norm  # noqa: F401
+from ..ops.rope import rope_cos_sin
+from .cache_lt2 import LT2Cache
+from .configuration_lt2 import LT2Config
+from .layers_lt2 import (
+    LT2Block,
+    LT2GatedDeltaNet,
+    LT2GateProjection,
+    LT2RMSNorm,
+    LT2ShortConv,
+)
+from .masks_lt2 import attention_mask_for, real_positions
+from .recurrence_lt2 import gated_delta_rule  # noqa: F401
+
+# In arguments and outputs: `cache` as of transformers 5.24, `past_key_values` before.
+CACHE_NAME = (
+    "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+)
+
+INIT_CUTOFF = 3.0
+A_INIT_MAX = 16.0
+DT_INIT_RANGE = (1e-3, 1e-1)
+
+
+class LT2PreTrainedModel(PreTrainedModel):
+    """What every LT2 model class shares: initial weights and what transformers must know."""
+
+    config_class = LT2Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LT2Block"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = True
+    _is_stateful = True
+    # Trained in fp32 in 16-bit models too, and kept so whatever dtype a model is loaded in.
+    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "loop_residual"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices; the first parameter, which transformers looks at, is the fp32 rho."""
+        return self.get_input_embeddings().weight.dtype
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """LT2's initial weights; parameters that came from a checkpoint are left alone."""
+        fresh = {
+            name: parameter
+            for name, parameter in module.named_parameters(recurse=False)
+            if not getattr(parameter, "_is_hf_initialized", False)
+        }
+        if isinstance(module, LT2GateProjection) and "weight" in fresh:
+            module.weight.zero_()
+        elif isinstance(module, nn.Linear | nn.Embedding) and "weight" in fresh:
+            std = module.weight.shape[-1] ** -0.5
+            cutoff = INIT_CUTOFF * std
+            nn.init.trunc_normal_(module.weight, std=std, a=-cutoff, b=cutoff)
+        elif isinstance(module, LT2RMSNorm) and "weight" in fresh:
+            module.weight.fill_(1.0)
+        elif isinstance(module, LT2ShortConv) and "weight" in fresh:
+            bound = module.weight.shape[-1] ** -0.5
+            module.weight.uniform_(-bound, bound)
+        elif isinstance(module, LT2GatedDeltaNet):
+            if "A_log" in fresh:
+                module.A_log.uniform_(1e-4, A_INIT_MAX).log_()
+            if "dt_bias" in fresh:
+                low, high = (math.log(bound) for bound in DT_INIT_RANGE)
+                step = module.dt_bias.uniform_(low, high).exp_()
+                module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+        elif isinstance(module, LT2Model) and "loop_residual" in fresh:
+            fresh["loop_residual"].zero_()
+
+
+class LT2Model(LT2PreTrainedModel):
+    """Embedding, the looped stack, and the final norm."""
+
+    def __init__(self, config: LT2Config) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([LT2Block(config, mixer) for mixer in config.mixers])
+        self.loop_residual = (
+            nn.Parameter(torch.zeros(config.loops, config.hidden_size, dtype=torch.float32))
+            if config.loop_residual == "per_channel"
+            else None
+        )
+        self.norm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.loops = config.loops
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: LT2Cache | None = None,
+        past_key_values: LT2Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> BaseModelOutputWithPast | tuple:
+        """Run the looped stack over T new tokens.
+
+        Args:
+            input_ids: [B, T]; or give inputs_embeds [B, T, d].
+            attention_mask: [B, past + T] or [B, T], 1 for real tokens, 0 for padding before or
+                after them.
+            position_ids: [B or 1, T]; default: counted from a row's first real token.
+            cache: states of the past tokens, updated in place; `past_key_values` is its older name.
+            use_cache: make a cache if none is given; default: config.use_cache, and False in
+                training.
+            output_hidden_states: also return the stream, see below.
+
+        Returns:
+            last_hidden_state [B, T, d], the cache, and if asked for loops * layers + 1 hidden
+            states: the embedding and the stream after every layer of every loop (rho included at
+            the end of a loop), the last one normalised.
+
+        Raises:
+            ValueError: inputs that do not fit together or that this model cannot treat exactly.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if self.config.loops != self.loops:
+            raise ValueError(
+                f"the model was built with {self.loops} loops; config.loops was set to "
+                f"{self.config.loops} afterwards; set it before the model is built"
+            )
+        h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cache = self._choose_cache(cache, past_key_values, use_cache)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        batch, new = h.shape[:2]
+        past = cache.get_seq_length() if cache is not None else 0
+        real_BS = real_positions(attention_mask, cache, batch, past, new, h.device)
+        if cache is not None:
+            cache.real = real_BS
+        if position_ids is None:
+            if real_BS is None:
+                position_ids = torch.arange(past, past + new, device=h.device)[None]
+            else:
+                position_ids = (real_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
+        rope = mask = None
+        if "full" in self.config.mixers:
+            rope = rope_cos_sin(position_ids, self.config.head_dim, self.config.rope_theta)
+            mask = attention_mask_for(real_BS, past, new, h.device)
+        real_BT = real_BS[:, -new:] if real_BS is not None else None
+
+        states = [h]
+        for loop in range(self.loops):
+            loop_input = h
+            for index, layer in enumerate(self.layers):
+                slot = cache.slot(loop, index) if cache is not None else None
+                h = layer(h, rope, mask, real_BT, slot)
+                if output_hidden_states:
+                    states.append(h)
+            if self.loop_residual is not None:
+                h = h + self.loop_residual[loop].to(h.dtype) * loop_input
+                states[-1] = h
+        h = self.norm(h)
+        states[-1] = h
+        outputs = BaseModelOutputWithPast(
+            last_hidden_state=h,
+            hidden_states=tuple(states) if output_hidden_states else None,
+            **{CACHE_NAME: cache},
+        )
+        return outputs.to_tuple() if _wants_tuple(return_dict, self.config) else outputs
+
+    def _choose_cache(
+        self, cache: LT2Cache | None, older_name: LT2Cache | None, use_cache: bool | None
+    ) -> LT2Cache | None:
+        cache = older_name if cache is None else cache
+        if cache is not None and not isinstance(cache, LT2Cache):
+            raise ValueError(
+                "LT2 needs its own cache with one slot per (loop, layer), "
+                f"got {type(cache).__name__}; "
+                "leave it out and take the one in the outputs"
+            )
+        if self.gradient_checkpointing and self.training:
+            return None  # recomputing a layer would update its slot twice
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return LT2Cache(self.config) if cache is None and use_cache else cache
+
+
+def _wants_tuple(return_dict: bool | None, config: LT2Config) -> bool:
+    return not (config.return_dict if return_dict is None else return_dict)
+
+
+class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
+    """LT2Model with the output head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: LT2Config) -> None:
+        super().__init__(config)
+        self.model = LT2Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: LT2Cache | None = None,
+        past_key_values: LT2Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """Logits of the next token; arguments as `LT2Model.forward`.
+
+        Args:
+            labels: [B, T] token ids, -100 where no loss is wanted; shifted here.
+            logits_to_keep: only the last this many positions (0: all), or the indices wanted.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+        )
+        return result.to_tuple() if _wants_tuple(return_dict, self.config) else result
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` an LT2Cache from the start (transformers would make one slot a layer)."""
+        if generation_config.cache_implementation is not None:
+            raise ValueError(
+                "LT2 brings its own cache; leave cache_implementation unset "
+                f"(got {generation_config.cache_implementation!r})"
+            )
+        given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        if given is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE_NAME] = LT2Cache(self.config)

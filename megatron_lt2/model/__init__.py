@@ -1,0 +1,1 @@
+"""The LT2 model on megatron-core: layer specs, the looped block, initial weights and cost counts."""

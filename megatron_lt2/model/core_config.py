@@ -1,0 +1,121 @@
+"""From a RunConfig to megatron-core's TransformerConfig.
+
+Everything that our schema does not name can be set under `megatron.transformer`; what the schema does name
+is refused there, so that one value has one place.
+"""
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_lt2.config.schema import RunConfig, round_up
+
+VOCAB_MULTIPLE = 16
+"""Embedding rows are padded to this many a tensor-parallel rank (FP8 products need multiples of 16)."""
+
+FIXED = {
+    "num_layers": "model.num_layers",
+    "hidden_size": "model.hidden_size",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+    "num_attention_heads": "model.num_heads",
+    "num_query_groups": "model.num_kv_heads",
+    "kv_channels": "model.head_dim",
+    "layernorm_epsilon": "model.norm_eps",
+    "attention_output_gate": "model.attention.output_gate",
+    "rotary_interleaved": "model.rope.interleaved",
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "context_parallel_size": "parallel.context",
+    "sequence_parallel": "parallel.sequence",
+    "bf16": "precision.dtype",
+    "params_dtype": "precision.dtype",
+}
+"""TransformerConfig fields that the schema owns, and where it does."""
+
+
+def resolve_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
+    """The dtype of weights and activations."""
+    name = config.precision.dtype
+    if name == "auto":
+        name = "bf16" if on_gpu else "fp32"
+    return torch.bfloat16 if name == "bf16" else torch.float32
+
+
+def padded_vocab_size(config: RunConfig) -> int:
+    """Embedding rows over all tensor-parallel ranks."""
+    assert config.model.vocab_size is not None
+    return round_up(config.model.vocab_size, VOCAB_MULTIPLE * config.parallel.tensor)
+
+
+def transformer_config(config: RunConfig, on_gpu: bool) -> TransformerConfig:
+    """The megatron-core config of this model.
+
+    Raises:
+        ValueError: `megatron.transformer` names an unknown field, or one that the schema owns.
+    """
+    model, parallel = config.model, config.parallel
+    dtype = resolve_dtype(config, on_gpu)
+    values: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_width,
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.attention_head_dim,
+        "layernorm_epsilon": model.norm_eps,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "attention_output_gate": model.attention.output_gate,
+        "rotary_interleaved": model.rope.interleaved,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "sequence_parallel": parallel.sequence,
+        "calculate_per_token_loss": True,
+        # Initial values come from model/init.py.
+        "perform_initialization": False,
+        "use_cpu_initialization": not on_gpu,
+        # Layers of a hybrid differ, so each has its own checkpoint keys.
+        "hetereogenous_dist_checkpoint": True,
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    values.update(passthrough(config.megatron.transformer, TransformerConfig, "transformer", FIXED))
+    return TransformerConfig(**values)
+
+
+def passthrough(
+    given: dict[str, Any], target: type, section: str, owned: dict[str, str]
+) -> dict[str, Any]:
+    """Check fields given under `megatron.<section>` against megatron-core's dataclass `target`.
+
+    Raises:
+        ValueError: unknown field (with the nearest known one), or one that the schema owns.
+    """
+    known = [f.name for f in fields(target)]
+    for name in given:
+        if name in owned:
+            raise ValueError(
+                f"megatron.{section}.{name} is owned by {owned[name]}; set that instead"
+            )
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(
+                f"megatron.{section}.{name} is no field of megatron-core's {target.__name__}{hint}"
+            )
+    return dict(given)

@@ -1,0 +1,137 @@
+"""A TransformerBlock that runs its layers T times with the same weights (LT2, arXiv 2605.20670, sec. 3).
+
+    h <- embedding;  for t in 0..T-1:  h <- layers(h) + rho_t * h;  h <- norm(h)
+
+rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop. megatron-core owns
+the layers, recomputation and quantisation contexts; only the order of the passes is ours.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+from megatron.core import tensor_parallel
+from megatron.core.enums import Fp8Recipe
+from megatron.core.fp8_utils import get_fp8_context
+from megatron.core.recompute import checkpointed_forward
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_lt2.mixers.parameters import constant, declare, new_parameter
+
+
+class LoopedTransformerBlock(TransformerBlock):
+    """The physical layers of this rank, run `loops` times.
+
+    Args:
+        loops: T.
+        loop_residual: whether to add rho_t * (input of loop t).
+        Others as TransformerBlock.
+    """
+
+    def __init__(self, *args: Any, loops: int, loop_residual: bool, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loops = loops
+        self.loop_residual = None
+        if loop_residual:
+            # fp32: rho moves away from zero in steps that bf16 would round away.
+            residual: Any = new_parameter(loops, self.config.hidden_size)
+            residual.sequence_parallel = self.config.sequence_parallel
+            declare(residual, init=constant(0.0), per_channel=True)
+            self.loop_residual = residual
+
+    def forward(
+        self,
+        hidden_states: Tensor | None,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        packed_seq_params: Any = None,
+        loops: int | None = None,
+    ) -> Tensor:
+        """[s, b, d] -> [s, b, d] after `loops` passes (default T) and the final norm.
+
+        s is this rank's share under sequence parallelism. `loops` may be smaller than T.
+        """
+        h = hidden_states if self.pre_process else self.input_tensor
+        h = make_viewless_tensor(inp=h, requires_grad=True, keep_graph=True)
+        with self._sequence_parallel_rng(), self._outer_quantisation():
+            for loop in range(loops or self.loops):
+                h = self.run_loop(loop, h, attention_mask, rotary_pos_emb, packed_seq_params)
+        if self.final_layernorm is not None:
+            h = make_viewless_tensor(
+                inp=self.final_layernorm(h), requires_grad=True, keep_graph=True
+            )
+        return h
+
+    def run_loop(
+        self,
+        loop: int,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None,
+        packed_seq_params: Any,
+    ) -> Tensor:
+        """One pass through the physical layers, plus this loop's residual."""
+        h = hidden_states
+        delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
+        inner_fp8 = bool(self.config.fp8) and not delayed
+        if self.config.recompute_granularity == "full" and self.training:
+            h = checkpointed_forward(
+                self,
+                hidden_states=h,
+                attention_mask=attention_mask,
+                context=None,
+                context_mask=None,
+                rotary_pos_emb=rotary_pos_emb,
+                attention_bias=None,
+                packed_seq_params=packed_seq_params,
+                use_inner_quantization_context=inner_fp8,
+            )
+        else:
+            for layer in self.layers:
+                context = (
+                    get_fp8_context(self.config, layer.layer_number - 1)
+                    if inner_fp8
+                    else nullcontext()
+                )
+                with context:
+                    h, _ = layer(
+                        hidden_states=h,
+                        attention_mask=attention_mask,
+                        rotary_pos_emb=rotary_pos_emb,
+                        packed_seq_params=packed_seq_params,
+                    )
+        if self.loop_residual is not None:
+            h = h + self.loop_residual[loop].to(h.dtype) * hidden_states
+        return h
+
+    def _sequence_parallel_rng(self) -> Any:
+        if self.config.sequence_parallel:
+            return tensor_parallel.get_cuda_rng_tracker().fork()
+        return nullcontext()
+
+    def _outer_quantisation(self) -> Any:
+        if self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed:
+            return get_fp8_context(self.config)
+        return nullcontext()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron-core's entries for the layers and the norm, and `loop_residual`."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.loop_residual is not None:
+            state.update(
+                make_sharded_tensors_for_checkpoint(
+                    {"loop_residual": self.loop_residual},
+                    prefix,
+                    tp_group=self.tp_group,
+                    dp_cp_group=(metadata or {}).get("dp_cp_group"),
+                )
+            )
+        return state

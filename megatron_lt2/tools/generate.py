@@ -1,0 +1,96 @@
+"""Generate text from an exported folder, with torch and transformers only.
+
+`python -m megatron_lt2.tools.generate --model RUN/hf --prompt "Once" --prompt "def"`
+
+The folder's own model code runs (trust_remote_code), so name only folders that you trust. Prompts
+of different lengths go through as one left-padded batch.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print one continuation a prompt."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_lt2.tools.generate", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", required=True, help="folder written by convert.py export")
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="may be given several times"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="default: 64")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token; default: 0.8"
+    )
+    parser.add_argument("--top-k", type=int, default=50, help="default: 50")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling; default: 0")
+    args = parser.parse_args(argv)
+    if not (Path(args.model) / "config.json").is_file():
+        print(
+            f"error: {args.model}: no config.json here, so not an exported model", file=sys.stderr
+        )
+        return 2
+    started = time.monotonic()
+    texts, new_tokens = generate(
+        args.model,
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    for prompt, text in zip(args.prompt, texts, strict=True):
+        print(f"> {prompt}\n  {'  '.join(text.splitlines(keepends=True))}\n")
+    print(f"{new_tokens} tokens in {time.monotonic() - started:.1f} s, loading included")
+    return 0
+
+
+def generate(
+    model_dir: str,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> tuple[list[str], int]:
+    """Continue each prompt; returns the whole texts and how many tokens were generated in all.
+
+    `temperature` 0 is greedy. One seed gives one result, whatever ran before.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    # The tokenizer looks at config.json too, whose model type only the folder's own code knows.
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=True)
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(model_dir, trust_remote_code=True).eval()
+    if torch.cuda.is_available():
+        model = model.cuda()
+    torch.manual_seed(seed)
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True).to(model.device)
+    sampling = {"temperature": temperature, "top_k": top_k} if temperature > 0 else {}
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=temperature > 0,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )
+    fresh = output[:, batch["input_ids"].shape[1] :]
+    num_new = int((fresh != tokenizer.pad_token_id).sum())
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in output], num_new
+
+
+if __name__ == "__main__":
+    sys.exit(main())

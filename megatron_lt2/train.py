@@ -1,0 +1,167 @@
+"""Pretrain an LT2 model: python -m megatron_lt2.train --config FILE [--dotted.name value].
+
+Exit codes: 0 done; 2 a setting or the data is wrong (one line says which); 75 saved and left early, start
+the same command again to continue; anything else is a failure with a traceback.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lt2.config.load import ConfigError, fail, load_config, to_yaml
+from megatron_lt2.config.schema import RunConfig
+
+DESCRIPTION = """Pretrain a looped linear-time transformer (LT2).
+
+Settings come from, weakest first: the defaults below, the YAML file given with --config, environment
+variables (ENV names below), and the command line. The run writes to run_dir; started again with the same
+run_dir it resumes from the newest complete checkpoint. SIGUSR1 or SIGTERM: finish the step, save, exit 75.
+
+  --config FILE       YAML file with any of the settings below
+  --print-config      print the resolved configuration as YAML and stop
+  --estimate-memory   print what the model costs in parameters, FLOPs and memory, and stop
+  --world-size N      ranks to assume for the two options above (default: the ranks of this launch)
+
+example: torchrun --nproc-per-node 8 -m megatron_lt2.train --config launchers/configs/lt2_1b3.yaml \\
+           --data.path corpus --model.loops 2
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, check, train; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        print_config, arguments = _flag(arguments, "--print-config")
+        estimate, arguments = _flag(arguments, "--estimate-memory")
+        assumed, arguments = _value(arguments, "--world-size")
+        config = load_config(
+            arguments, prog="python -m megatron_lt2.train", description=DESCRIPTION
+        )
+        if print_config and not estimate:
+            print(to_yaml(config), end="")
+            return 0
+        return _estimate(config, assumed) if estimate else _train(config)
+    except (ConfigError, _UserError) as error:
+        return fail(error)
+
+
+class _UserError(ValueError):
+    """A mistake in the data or settings that was found after parsing."""
+
+
+def _flag(arguments: list[str], name: str) -> tuple[bool, list[str]]:
+    return name in arguments, [a for a in arguments if a != name]
+
+
+def _value(arguments: list[str], name: str) -> tuple[int | None, list[str]]:
+    if name not in arguments:
+        return None, arguments
+    at = arguments.index(name)
+    if at + 1 >= len(arguments) or not arguments[at + 1].isdigit():
+        raise ConfigError(f"{name} needs a number of ranks, e.g. {name} 8")
+    return int(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
+
+
+def _estimate(config: RunConfig, assumed: int | None) -> int:
+    """Print the costs of `config`; needs no data."""
+    from megatron_lt2.parallel import platform
+
+    platform.install()
+    from megatron_lt2.config.checks import check_config
+    from megatron_lt2.model.counting import (
+        count_parameters,
+        estimate_memory,
+        training_flops_per_token,
+    )
+    from megatron_lt2.parallel.start import rank_info
+
+    world = assumed or rank_info().world_size
+    if config.model.vocab_size is None:
+        _resolve_tokenizer(config)
+    check_config(config, world, need_data=False)
+    size = 4 if config.precision.dtype == "fp32" else 2
+    memory = estimate_memory(config, world, size)
+    flops = training_flops_per_token(config.model, config.data.sequence_length)
+    print(f"parameters         {count_parameters(config.model):,}")
+    print(f"training compute   {flops / 1e9:.2f} GFLOP a token, {config.model.loops} loops counted")
+    print(f"memory of one of {world} ranks ({'bf16' if size == 2 else 'fp32'}), an estimate:")
+    for name in ("parameters", "gradients", "optimizer", "activations", "logits", "total"):
+        print(f"  {name:<16} {getattr(memory, name) / 1e9:8.2f} GB")
+    return 0
+
+
+def _resolve_tokenizer(config: RunConfig):
+    """Load the tokenizer, check that it made the data, and fix the vocabulary size."""
+    from megatron_lt2.data.manifest import check_same_tokenizer, read_manifest
+    from megatron_lt2.data.tokenizer import load_tokenizer
+
+    if not config.data.prefixes:
+        raise _UserError(
+            "data.path is empty; write data with `python data_prep/tokenize.py --input FILE... "
+            "--tokenizer DIR --output PREFIX` and pass --data.path PREFIX"
+        )
+    try:
+        manifest = read_manifest(config.data.prefixes[0])
+        tokenizer = load_tokenizer(config.data.tokenizer or manifest["tokenizer"]["path"])
+        check_same_tokenizer(config.data.prefixes, tokenizer)
+    except (ValueError, OSError) as error:
+        raise _UserError(str(error)) from None
+    if config.model.vocab_size is None:
+        config.model.vocab_size = tokenizer.vocab_size
+    elif config.model.vocab_size < tokenizer.vocab_size:
+        raise _UserError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's "
+            f"{tokenizer.vocab_size} ({tokenizer.path}); set it to at least that"
+        )
+    return tokenizer
+
+
+def _train(config: RunConfig) -> int:
+    from megatron_lt2.parallel import platform
+
+    platform.install()
+    from megatron_lt2.config.checks import check_config
+    from megatron_lt2.parallel.start import rank_info, start_ranks, stop_ranks
+    from megatron_lt2.training.signals import ExitRequest
+
+    exit_request = ExitRequest(config.training.exit_after_minutes)
+    tokenizer = _resolve_tokenizer(config)
+    check_config(config, rank_info().world_size)
+    info = start_ranks(config.parallel, config.training.seed)
+    from megatron_lt2.training.loop import Trainer
+    from megatron_lt2.training.metrics import RunLog
+
+    main_rank = info.rank == 0
+    log = RunLog(
+        config.run_dir,
+        config.training.steps,
+        tensorboard=config.logging.tensorboard,
+        active=main_rank,
+    )
+    if main_rank:
+        _write_run_facts(config, tokenizer)
+    try:
+        code = Trainer(config, tokenizer, log, exit_request).run()
+    finally:
+        log.close()
+    stop_ranks()
+    return code
+
+
+def _write_run_facts(config: RunConfig, tokenizer) -> None:
+    """config.yaml, cmd.txt, env.txt and the tokenizer, beside the checkpoints."""
+    from megatron_lt2.atomic import write_text_atomic
+    from megatron_lt2.training.environment import describe_environment
+
+    folder = Path(config.run_dir)
+    write_text_atomic(folder / "config.yaml", to_yaml(config))
+    command = shlex.join([Path(sys.executable).name, "-m", "megatron_lt2.train", *sys.argv[1:]])
+    write_text_atomic(folder / "cmd.txt", command + "\n")
+    write_text_atomic(folder / "env.txt", describe_environment(os.environ))
+    tokenizer.save(folder / "tokenizer")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

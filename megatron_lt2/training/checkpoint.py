@@ -1,0 +1,222 @@
+"""Saving and loading the whole state of a run with megatron-core's dist_checkpointing.
+
+A checkpoint holds the model, the optimizer (in the form that any tensor- and data-parallel size can read
+back), the schedule, the RNG states and the position in the data. The tensors can be written in the
+background; a checkpoint exists once its manifest does (checkpoint_files.py).
+"""
+
+import platform as host_platform
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+import megatron_lt2
+from megatron_lt2.config.load import ConfigError, load_saved, to_yaml
+from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.training import checkpoint_files as files
+from megatron_lt2.training.metrics import RunLog
+from megatron_lt2.training.setup import TrainingParts
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+class Checkpointer:
+    """Writes and reads the checkpoints of one run.
+
+    Args:
+        config: the resolved config; a copy lies in every checkpoint.
+        parts: what is saved.
+        log: where events are reported.
+    """
+
+    def __init__(self, config: RunConfig, parts: TrainingParts, log: RunLog) -> None:
+        self.config, self.parts, self.log = config, parts, log
+        self.folder = Path(config.run_dir) / "checkpoints"
+        self._queue = AsyncCallsQueue()
+        self.saved_step: int | None = None
+
+    def save(self, step: int, *, background: bool) -> None:
+        """Save the state after `step` steps; with `background` the writing goes on behind training."""
+        if step == self.saved_step:
+            return
+        self.finish_pending(blocking=True)
+        started = time.monotonic()
+        temporary = self.folder / (files.folder_name(step) + ".tmp")
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            (temporary / "run_config.yaml").write_text(to_yaml(self.config))
+        dist.barrier()
+        request = dist_checkpointing.save(
+            self._state(step, loading=False),
+            str(temporary),
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
+        facts = self._facts(step)
+
+        def publish() -> None:
+            if dist.get_rank() == 0:
+                final = files.publish(temporary, step, facts)
+                removed = files.prune(self.folder, self.config.checkpoint.keep)
+                self.log.event(
+                    "checkpoint",
+                    f"checkpoint {final.name} is durable ({time.monotonic() - started:.1f} s)"
+                    + (f", removed {', '.join(removed)}" if removed else ""),
+                    step=step,
+                    seconds=time.monotonic() - started,
+                )
+            dist.barrier()
+
+        request.add_finalize_fn(publish)
+        if background:
+            self._queue.schedule_async_request(request)
+            self.log.say(f"checkpoint {files.folder_name(step)} is being written")
+        else:
+            request.execute_sync()
+        self.saved_step = step
+
+    def finish_pending(self, *, blocking: bool) -> None:
+        """Publish a background checkpoint whose files are written; with `blocking`, wait for it."""
+        self._queue.maybe_finalize_async_calls(blocking=blocking)
+
+    def close(self) -> None:
+        """Wait for background work and end it."""
+        self.finish_pending(blocking=True)
+        self._queue.close()
+
+    def load_newest(self) -> int:
+        """Restore the newest complete checkpoint of the run folder; returns its step, 0 without one.
+
+        Raises:
+            ConfigError: it belongs to another model.
+        """
+        if dist.get_rank() == 0:
+            for name in files.remove_leftovers(self.folder):
+                self.log.say(f"removed {name}, which an interrupted run left behind")
+        dist.barrier()
+        good, bad = files.complete_checkpoints(self.folder)
+        for complaint in bad:
+            self.log.say(f"warning: skipping an incomplete checkpoint: {complaint}")
+        if not good:
+            self.log.event("start", "starting from scratch", step=0)
+            return 0
+        folder = good[-1]
+        manifest = files.read_manifest(folder)
+        self._check_same_run(folder)
+        self._load(folder, manifest)
+        step = int(manifest["step"])
+        self.saved_step = step
+        self.log.event(
+            "start",
+            f"resuming at step {step}, {manifest['tokens']:,} tokens, from {folder.name}",
+            step=step,
+        )
+        return step
+
+    def _check_same_run(self, folder: Path) -> None:
+        saved = load_saved(folder / "run_config.yaml")
+        for section, names in {
+            "model": None,
+            "data": ("sequence_length", "isolate_documents"),
+            "training": ("global_batch_size", "seed"),
+        }.items():
+            then, now = getattr(saved, section), getattr(self.config, section)
+            for name in names or vars(now):
+                if getattr(then, name) != getattr(now, name):
+                    raise ConfigError(
+                        f"{folder}: was trained with {section}.{name} {getattr(then, name)!r}, now it "
+                        f"is {getattr(now, name)!r}; use another run_dir or the old value"
+                    )
+
+    def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
+        # A torch Adam that has never stepped has no state to load into.
+        for optimizer in getattr(
+            self.parts.optimizer, "chained_optimizers", [self.parts.optimizer]
+        ):
+            if hasattr(optimizer, "_init_optimizer_states_with_dummy_values"):
+                optimizer._init_optimizer_states_with_dummy_values()
+        template = self._state(int(manifest["step"]), loading=True)
+        same_layout = manifest["layout"] == self._layout()
+        if not same_layout:
+            template.pop("rng")
+            self.log.say(
+                f"the checkpoint was written as {manifest['layout']}, this run is {self._layout()}: "
+                "weights and optimizer are resharded, random states start anew"
+            )
+        state = dist_checkpointing.load(template, str(folder))
+        with torch.no_grad():
+            self.parts.model.load_state_dict(state["model"])
+            self.parts.optimizer.load_state_dict(state["optimizer"])
+        self.parts.scheduler.load_state_dict(state["scheduler"])
+        if same_layout:
+            _restore_rng(state["rng"])
+
+    def _layout(self) -> dict[str, int]:
+        parallel = self.config.parallel
+        return {
+            "ranks": dist.get_world_size(),
+            "tensor": parallel.tensor,
+            "pipeline": parallel.pipeline,
+            "context": parallel.context,
+        }
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        sequences = step * self.config.training.global_batch_size
+        return {
+            "tokens": sequences * self.config.data.sequence_length,
+            "sequences": sequences,
+            "layout": self._layout(),
+            "time": time.time(),
+            "versions": {
+                "megatron_lt2": megatron_lt2.__version__,
+                "torch": torch.__version__,
+                "python": host_platform.python_version(),
+            },
+        }
+
+    def _state(self, step: int, *, loading: bool) -> dict[str, Any]:
+        metadata = {
+            **METADATA,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        model = self.parts.model.sharded_state_dict(metadata=metadata)
+        optimizer = self.parts.optimizer.sharded_state_dict(
+            model, is_loading=loading, metadata=metadata
+        )
+        rank, world = dist.get_rank(), dist.get_world_size()
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.parts.scheduler.state_dict(),
+            "rng": ShardedObject("rng", _rng_state(), (world,), (rank,)),
+            "step": step,
+        }
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["tracker"])

@@ -1,0 +1,106 @@
+"""Loss and gradients of a small hybrid with random parameters, for tests/gpu/test_parity_gpu.py.
+
+    python -m tests.gpu.parity_run OUTPUT.npz [--break NAME ...]
+
+The device is the GPU (bf16, FLA kernels) or, with LT2_FORCE_CPU=1, the CPU (fp32, plain torch). Each name
+given with --break also runs the model with that fault and adds `NAME/...` entries.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+from megatron_lt2.parallel import platform
+
+platform.install()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from megatron_lt2.config.schema import ModelConfig, RunConfig  # noqa: E402
+from megatron_lt2.mixers import gdn  # noqa: E402
+from tests import tiny_run  # noqa: E402
+from tests.tiny_run import (
+    build,
+    feed_of,
+    random_batch,
+    global_tensors,
+    micro_batch_count,
+    tiny_config,
+)  # noqa: E402
+
+
+def parity_config() -> RunConfig:
+    """Head sizes of the 1.3B model, a length that no chunk divides."""
+    config = tiny_config()
+    config.model = ModelConfig(
+        num_layers=2,
+        pattern="gdn+full",
+        hidden_size=512,
+        num_heads=4,
+        vocab_size=1000,
+        loops=2,
+        ffn_hidden_size=768,
+        tie_embeddings=False,
+    )
+    config.data.sequence_length = 333
+    config.training.global_batch_size = 2
+    return config
+
+
+def few_labels(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """Eight labels that depend on the token: gradients with a direction, not a sum that cancels."""
+    batch = random_batch(config, step)
+    return {**batch, "labels": batch["tokens"] % 8 + 1}
+
+
+@contextlib.contextmanager
+def fault(name: str) -> Iterator[None]:
+    """Break every Gated DeltaNet layer in one way."""
+    right = gdn.gated_delta_rule
+
+    def zero_mixer(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
+        return right(q, k, v * 0, g, beta, **options)
+
+    def swap_qk(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
+        return right(k, q, v, g, beta, **options)
+
+    def no_decay(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
+        return right(q, k, v, g * 0, beta, **options)
+
+    faults = {"zero_mixer": zero_mixer, "swap_qk": swap_qk, "no_decay": no_decay}
+    with mock.patch.object(gdn, "gated_delta_rule", faults[name]):
+        yield
+
+
+def measure(config: RunConfig, parts) -> dict[str, np.ndarray]:  # type: ignore[no-untyped-def]
+    """Loss and all gradients of one global batch."""
+    from megatron_lt2.training.steps import _run_schedule, mean_over_ranks
+
+    parts.ddp.zero_grad_buffer()
+    loss_sum, tokens = _run_schedule(
+        config, parts, feed_of(config, range(1)), micro_batch_count(config), forward_only=False
+    )
+    gradients = global_tensors(parts, config, lambda p: p.main_grad.cpu())
+    return {"loss": np.asarray(mean_over_ranks(loss_sum, tokens)), **gradients}
+
+
+def main() -> None:
+    """Run and write the results."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output")
+    parser.add_argument("--break", nargs="*", default=[], dest="faults")
+    arguments = parser.parse_args()
+    config = parity_config()
+    tiny_run.random_batch = few_labels
+    parts = build(config, rounded=True)
+    results = measure(config, parts)
+    for name in arguments.faults:
+        with fault(name):
+            results.update({f"{name}/{k}": v for k, v in measure(config, parts).items()})
+    np.savez(arguments.output, **results)
+
+
+if __name__ == "__main__":
+    main()

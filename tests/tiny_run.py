@@ -1,0 +1,166 @@
+"""A tiny run for tests of the Megatron side: odd sizes, every parameter random, gradients made global."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_lt2.config.schema import (
+    DataConfig,
+    GDNConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+
+EOD = 0
+
+
+def tiny_config(**changes: Any) -> RunConfig:
+    """Three layers, two loops, grouped queries, a vocabulary that no rank count divides."""
+    config = RunConfig(
+        model=ModelConfig(
+            num_layers=3,
+            hidden_size=32,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_hidden_size=48,
+            vocab_size=61,
+            pattern="gdn+full",
+            loops=2,
+            gdn=GDNConfig(head_k_dim=6),
+        ),
+        data=DataConfig(path="unused", sequence_length=24),
+        training=TrainingConfig(steps=10, global_batch_size=4, micro_batch_size=1, eval_batches=0),
+        optimizer=OptimizerConfig(lr=1e-2, schedule="constant", clip_grad=1.0),
+        parallel=ParallelConfig(distributed_optimizer=False),
+    )
+    return replace(config, **changes)
+
+
+def random_batch(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """The global batch of a step: [global_batch, sequence] tokens with document ends, and labels."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (config.training.global_batch_size, config.data.sequence_length + 1)
+    tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator)
+    tokens[torch.rand(shape, generator=generator) < 0.1] = EOD
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": torch.ones(shape[0], shape[1] - 1),
+    }
+
+
+def make_random(parts: Any, config: RunConfig, seed: int = 5, rounded: bool = False) -> None:
+    """Give every parameter random values, the same at any layout: at init nearly any bug passes.
+
+    rounded: to values that bf16 holds, so that an fp32 and a bf16 model have the same weights.
+    """
+    from megatron_lt2.model.init import initialise
+
+    centres = {
+        "norm": (1.0, 0.3),
+        "A_log": (0.0, 1.0),
+        "dt_bias": (-2.0, 1.0),
+        "residual": (0, 0.3),
+    }
+    for name, parameter in parts.model.named_parameters():
+        centre, spread = next((v for k, v in centres.items() if k in name), (0.0, None))
+
+        def draw(shape, generator, name=name, centre=centre, spread=spread):  # type: ignore[no-untyped-def]
+            # Drawn on the CPU: a GPU's generator gives other numbers.
+            twin = torch.Generator().manual_seed(generator.initial_seed())
+            # Branches at half size keep the residual stream, and so rounding, from growing much.
+            half = (
+                0.5
+                if ("proj.weight" in name and "in_proj" not in name) or "linear_fc2" in name
+                else 1.0
+            )
+            width = half * shape[-1] ** -0.5 if spread is None else spread
+            values = centre + width * torch.randn(shape, generator=twin)
+            return (values.bfloat16().float() if rounded else values).to(generator.device)
+
+        if "word_embeddings" in name or "output_layer" in name:
+            vocabulary = (config.model.vocab_size, config.model.hidden_size)
+            parameter.lt2_init = lambda shape, generator, draw=draw, v=vocabulary: draw(
+                v, generator
+            )
+            continue
+        parameter.lt2_init = draw
+    initialise(parts.model, config.model, seed)
+    parts.optimizer.reload_model_params()
+
+
+def build(config: RunConfig, rounded: bool = False) -> Any:
+    """The training parts of this rank with random parameters."""
+    from megatron_lt2.parallel.start import start_ranks
+    from megatron_lt2.training.setup import build_parts
+
+    start_ranks(config.parallel, config.training.seed)
+    parts = build_parts(config)
+    make_random(parts, config, rounded=rounded)
+    return parts
+
+
+def feed_of(config: RunConfig, steps: range) -> Any:
+    """This rank's micro-batches of the global batches of `steps`."""
+    from megatron.core import parallel_state
+
+    from megatron_lt2.data.datasets import sample_ids
+    from megatron_lt2.training.steps import DataFeed
+
+    size = config.training.global_batch_size
+
+    def source():  # type: ignore[no-untyped-def]
+        for step in steps:
+            batch = random_batch(config, step)
+            for ids in sample_ids(
+                0,
+                global_batch=size,
+                micro_batch=config.training.micro_batch_size,
+                rank=parallel_state.get_data_parallel_rank(),
+                replicas=parallel_state.get_data_parallel_world_size(),
+            ):
+                yield {name: value[ids] for name, value in batch.items()}
+
+    return DataFeed(source(), config, EOD)
+
+
+def micro_batch_count(config: RunConfig) -> int:
+    """Micro-batches a rank and step."""
+    from megatron.core import parallel_state
+
+    replicas = parallel_state.get_data_parallel_world_size()
+    return config.training.global_batch_size // (config.training.micro_batch_size * replicas)
+
+
+def global_tensors(parts: Any, config: RunConfig, local_of: Any) -> dict[str, np.ndarray]:
+    """`local_of(parameter)` of every parameter, put together over the tensor-parallel ranks."""
+    import torch.distributed as dist
+
+    from megatron_lt2.model.init import shards_of
+
+    group = parts.model.pg_collection.tp
+    result = {}
+    for name, parameter in parts.model.named_parameters():
+        local = local_of(parameter).detach().float().clone()
+        cut = shards_of(name, parameter, group.size(), config.model)
+        if cut.axis is None or group.size() == 1:
+            full = local
+        else:
+            pieces = [torch.empty_like(local) for _ in range(group.size())]
+            dist.all_gather(pieces, local, group=group)
+            sections = cut.sections.sections if cut.sections else None
+            if sections:
+                local_rows = [rows // group.size() for rows in sections]
+                split = [torch.split(piece, local_rows) for piece in pieces]
+                full = torch.cat([torch.cat(part) for part in zip(*split, strict=True)])
+            else:
+                full = torch.cat(pieces, dim=cut.axis)
+        if "word_embeddings" in name or "output_layer" in name:
+            full = full[: config.model.vocab_size]
+        result[name] = full.cpu().numpy()
+    return result

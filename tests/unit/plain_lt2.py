@@ -1,0 +1,120 @@
+"""LT2's forward pass spelled out token by token in fp64, sharing no code with the model.
+
+One row of tokens in, logits out. Every head, tap and state entry follows the paper's equations;
+complex numbers do the rotation, so that even the rotary layout is a second opinion.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_lt2.hf.configuration_lt2 import LT2Config
+
+
+def plain_logits(weights: dict[str, Tensor], config: LT2Config, ids: list[int]) -> Tensor:
+    """Logits [T, vocabulary] of the tokens `ids`, from a state dict."""
+    w = {name: tensor.double() for name, tensor in weights.items()}
+    stream = [w["model.embed_tokens.weight"][i] for i in ids]
+    for loop in range(config.loops):
+        before = list(stream)
+        for i, mixer in enumerate(config.mixers):
+            layer = {
+                k.removeprefix(f"model.layers.{i}."): v
+                for k, v in w.items()
+                if k.startswith(f"model.layers.{i}.")
+            }
+            eps = config.rms_norm_eps
+            normed = [_rms(x, layer["input_layernorm.weight"], eps) for x in stream]
+            mix = _attention if mixer == "full" else _gdn
+            stream = [x + y for x, y in zip(stream, mix(layer, config, normed), strict=True)]
+            for t, x in enumerate(stream):
+                y = _rms(x, layer["post_attention_layernorm.weight"], eps)
+                gate, up = layer["mlp.gate_proj.weight"] @ y, layer["mlp.up_proj.weight"] @ y
+                stream[t] = x + layer["mlp.down_proj.weight"] @ (_silu(gate) * up)
+        if config.loop_residual == "per_channel":
+            rho = w["model.loop_residual"][loop]
+            stream = [x + rho * x0 for x, x0 in zip(stream, before, strict=True)]
+    head = w["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    final = [_rms(x, w["model.norm.weight"], config.rms_norm_eps) for x in stream]
+    return torch.stack([head @ x for x in final])
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.pow(2).mean() + eps).sqrt() * weight
+
+
+def _silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _rotate(x: Tensor, position: int, config: LT2Config) -> Tensor:
+    half = config.head_dim // 2
+    exponents = torch.arange(half, dtype=torch.float64) / half
+    turn = torch.polar(torch.ones(half).double(), position * config.rope_theta**-exponents)
+    if config.rope_interleaved:
+        turned = torch.complex(x[0::2], x[1::2]) * turn
+        return torch.stack([turned.real, turned.imag], 1).flatten()
+    turned = torch.complex(x[:half], x[half:]) * turn
+    return torch.cat([turned.real, turned.imag])
+
+
+def _attention(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[Tensor]:
+    heads, dim = config.num_attention_heads, config.head_dim
+    share = heads // config.num_key_value_heads
+    queries, keys, values = [], [], []
+    for t, x in enumerate(xs):
+        q, k, v = ((layer[f"mixer.{n}_proj.weight"] @ x).view(-1, dim) for n in "qkv")
+        queries.append([_rotate(head, t, config) for head in q])
+        keys.append([_rotate(head, t, config) for head in k])
+        values.append(v)
+    outputs = []
+    for t, x in enumerate(xs):
+        mixed = []
+        for head in range(heads):
+            group = head // share
+            scores = [queries[t][head] @ keys[s][group] / dim**0.5 for s in range(t + 1)]
+            weights = torch.stack(scores).softmax(0)
+            mixed.append(sum(weights[s] * values[s][group] for s in range(t + 1)))
+        out = torch.cat(mixed)
+        if config.attention_output_gate:
+            out = out * _sigmoid(layer["mixer.g_proj.weight"] @ x)
+        outputs.append(layer["mixer.o_proj.weight"] @ out)
+    return outputs
+
+
+def _gdn(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[Tensor]:
+    heads, taps = config.gdn_heads, config.gdn_conv_size
+    projected = {n: [layer[f"mixer.{n}_proj.weight"] @ x for x in xs] for n in "qkvgba"}
+    convolved: dict[str, list[Tensor]] = {}
+    for n in "qkv":
+        taps_of_channel = layer[f"mixer.{n}_conv1d.weight"][:, 0]
+        convolved[n] = []
+        for t in range(len(xs)):
+            y = torch.zeros_like(projected[n][t])
+            for back in range(min(taps, t + 1)):
+                y = y + taps_of_channel[:, taps - 1 - back] * projected[n][t - back]
+            convolved[n].append(_silu(y))
+    rate = torch.exp(layer["mixer.A_log"])
+    states = [torch.zeros(config.gdn_head_k_dim, config.gdn_head_v_dim).double()] * heads
+    outputs = []
+    for t in range(len(xs)):
+        q, k, v = (convolved[n][t].view(heads, -1) for n in "qkv")
+        gate = projected["g"][t].view(heads, -1)
+        beta = _sigmoid(projected["b"][t]) * (2 if config.gdn_allow_neg_eigval else 1)
+        step = torch.log1p(torch.exp(projected["a"][t] + layer["mixer.dt_bias"]))
+        mixed = []
+        for h in range(heads):
+            q_h = q[h] / (q[h] @ q[h] + 1e-6).sqrt()
+            k_h = k[h] / (k[h] @ k[h] + 1e-6).sqrt()
+            kept = torch.exp(-rate[h] * step[h]) * states[h]
+            erased = kept - beta[h] * torch.outer(k_h, k_h) @ kept
+            states = list(states)
+            states[h] = erased + beta[h] * torch.outer(k_h, v[h])
+            o = q_h @ states[h] / config.gdn_head_k_dim**0.5
+            o = _rms(o, layer["mixer.o_norm.weight"], config.gdn_norm_eps)
+            mixed.append(o * _silu(gate[h]))
+        outputs.append(layer["mixer.o_proj.weight"] @ torch.cat(mixed))
+    return outputs

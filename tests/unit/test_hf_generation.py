@@ -1,0 +1,272 @@
+"""Generation: cached against uncached, pieces against the whole, batches against rows alone."""
+
+import pytest
+import torch
+from tiny_lt2 import LOOPS, PATTERN, VOCAB, cache_of, tiny_model
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from megatron_lt2.hf.cache_lt2 import GatedDeltaSlot, LT2Cache
+from megatron_lt2.hf.modeling_lt2 import CACHE_NAME
+
+EOS, PAD = 0, 1
+PROMPT_LENGTHS = [1, 2, 7, 70]
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = tiny_model()
+    with torch.no_grad():  # no row may end early
+        made.model.embed_tokens.weight[:2] *= 1e-3
+    return made
+
+
+@pytest.fixture(scope="module")
+def exact_model():
+    """In fp64, so that only mistakes are larger than the tolerance, not rounding."""
+    return tiny_model().double()
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def prompt(length: int, rows: int = 1, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + length)
+    return torch.randint(2, VOCAB, (rows, length), generator=generator)
+
+
+def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask of rows [1, T_i] as one batch; the padding holds an ordinary token."""
+    longest = max(row.shape[1] for row in rows)
+    ids = torch.full((len(rows), longest), 17)
+    mask = torch.zeros_like(ids)
+    for i, row in enumerate(rows):
+        ids[i, longest - row.shape[1] :] = row
+        mask[i, longest - row.shape[1] :] = 1
+    return ids, mask
+
+
+def greedy(model, ids: Tensor, **options) -> Tensor:
+    options = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": PAD, **options}
+    return model.generate(ids, **options)
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+def test_cached_greedy_equals_uncached(model, length):
+    ids = prompt(length, rows=2)
+    cached = greedy(model, ids)
+    assert cached.shape == (2, length + 64)
+    assert len(cached[0, length:].unique()) > 8, "a constant continuation proves nothing"
+    assert torch.equal(cached, greedy(model, ids, use_cache=False))
+
+
+def test_one_slot_for_every_loop_and_layer(model):
+    cache = cache_of(model(prompt(5)))
+    assert len(cache) == LOOPS * len(PATTERN)
+    kinds = {"full": DynamicLayer, "gdn": GatedDeltaSlot}
+    for loop in range(LOOPS):
+        for layer, mixer in enumerate(PATTERN):
+            slot = cache.slot(loop, layer)
+            assert slot is cache.layers[loop * len(PATTERN) + layer]
+            assert type(slot) is kinds[mixer]
+            assert slot.get_seq_length() == 5
+    states = [cache.slot(loop, 0).recurrent_state for loop in range(LOOPS)]
+    assert not torch.allclose(states[0], states[1])
+    assert not torch.allclose(states[1], states[2])
+
+
+@pytest.mark.parametrize("splits", [[1], [12], [3, 1, 1, 5], [1] * 12, [2, 8]], ids=str)
+def test_pieces_equal_the_whole(exact_model, splits):
+    ids = prompt(13, rows=2)
+    whole = exact_model(ids, use_cache=False).logits
+    cache, pieces = None, []
+    for piece in ids.split([*splits, 13 - sum(splits)], dim=1):
+        out = exact_model(piece, cache=cache, use_cache=True)
+        cache = cache_of(out)
+        pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9)
+
+
+def test_pieces_longer_than_a_chunk_equal_the_whole(exact_model):
+    ids = prompt(150)
+    whole = exact_model(ids, use_cache=False).logits
+    first = exact_model(ids[:, :70])
+    second = exact_model(ids[:, 70:], past_key_values=cache_of(first))
+    torch.testing.assert_close(
+        torch.cat([first.logits, second.logits], 1), whole, rtol=0, atol=1e-9
+    )
+
+
+def test_left_padded_logits_equal_rows_alone(model):
+    rows = [prompt(length) for length in (1, 2, 5, 11, 70)]
+    ids, mask = left_padded(rows)
+    logits = model(ids, attention_mask=mask).logits
+    assert torch.isfinite(logits).all()
+    for i, row in enumerate(rows):
+        alone = model(row).logits[0]
+        torch.testing.assert_close(logits[i, -row.shape[1] :], alone, rtol=0, atol=1e-5)
+
+
+def test_left_padding_is_exact_in_fp64(exact_model):
+    rows = [prompt(length) for length in (1, 5, 70)]
+    ids, mask = left_padded(rows)
+    logits = exact_model(ids, attention_mask=mask).logits
+    for i, row in enumerate(rows):
+        alone = exact_model(row).logits[0]
+        torch.testing.assert_close(logits[i, -row.shape[1] :], alone, rtol=0, atol=1e-9)
+
+
+def test_left_padded_generation_equals_rows_alone(model):
+    rows = [prompt(length) for length in (1, 2, 5, 11)]
+    ids, mask = left_padded(rows)
+    together = greedy(model, ids, attention_mask=mask)
+    without_cache = greedy(model, ids, attention_mask=mask, use_cache=False)
+    assert torch.equal(together, without_cache)
+    for i, row in enumerate(rows):
+        alone = greedy(model, row)[0, row.shape[1] :]
+        assert torch.equal(together[i, ids.shape[1] :], alone)
+
+
+def test_a_padded_batch_of_one_equals_the_row_alone(model):
+    row = prompt(6)
+    ids, mask = left_padded([row, prompt(20)])
+    out = model(ids[:1], attention_mask=mask[:1]).logits[0, -6:]
+    torch.testing.assert_close(out, model(row).logits[0], rtol=0, atol=1e-5)
+    assert torch.equal(
+        greedy(model, ids[:1], attention_mask=mask[:1])[0, 20:], greedy(model, row)[0, 6:]
+    )
+
+
+def test_padding_content_is_never_seen(model):
+    ids, mask = left_padded([prompt(3), prompt(9)])
+    other = torch.where(mask.bool(), ids, 40)
+    logits = model(ids, attention_mask=mask).logits[mask.bool()]
+    torch.testing.assert_close(
+        model(other, attention_mask=mask).logits[mask.bool()], logits, rtol=0, atol=0
+    )
+
+
+def test_right_padding_with_and_without_a_mask(model):
+    row = prompt(9)
+    ids = torch.cat([row, torch.full((1, 5), 17)], 1)
+    mask = (torch.arange(14) < 9).long()[None]
+    alone = model(row).logits
+    torch.testing.assert_close(model(ids).logits[:, :9], alone, rtol=0, atol=1e-5)
+    masked = model(ids, attention_mask=mask).logits[:, :9]
+    torch.testing.assert_close(masked, alone, rtol=0, atol=1e-5)
+
+
+def test_the_cache_remembers_padding(model):
+    rows = [prompt(4), prompt(9)]
+    ids, mask = left_padded(rows)
+    more = prompt(3, rows=2, seed=1)
+    expected = [
+        model(torch.cat([row, more[i : i + 1]], 1)).logits[0, -3:] for i, row in enumerate(rows)
+    ]
+    full = torch.cat([mask, torch.ones_like(more)], 1)
+    for given in (full, torch.ones_like(more), None):
+        cache = cache_of(model(ids, attention_mask=mask))
+        logits = model(more, attention_mask=given, cache=cache).logits
+        torch.testing.assert_close(logits, torch.stack(expected), rtol=0, atol=1e-5)
+
+
+def test_chunked_prefill_equals_prefill(model):
+    ids, mask = left_padded([prompt(3), prompt(11)])
+    assert torch.equal(
+        greedy(model, ids, attention_mask=mask, prefill_chunk_size=4),
+        greedy(model, ids, attention_mask=mask),
+    )
+
+
+def test_beam_search_reorders_every_slot(model):
+    ids, mask = left_padded([prompt(3), prompt(8)])
+    options = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 12}
+    assert torch.equal(
+        greedy(model, ids, **options), greedy(model, ids, use_cache=False, **options)
+    )
+
+
+def test_sampling_draws_the_same_with_and_without_cache(model):
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        options = {"do_sample": True, "num_return_sequences": 3, "use_cache": use_cache}
+        drawn.append(model.generate(prompt(5), max_new_tokens=20, pad_token_id=PAD, **options))
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0][0], drawn[0][1])
+
+
+def test_cache_rows_can_be_selected_and_repeated(model):
+    ids, mask = left_padded([prompt(2), prompt(7), prompt(4)])
+    more = prompt(2, rows=3, seed=2)
+    expected = model(more, cache=cache_of(model(ids, attention_mask=mask))).logits
+    cache = cache_of(model(ids, attention_mask=mask))
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    picked = model(more[[2, 0]], cache=cache).logits
+    torch.testing.assert_close(picked, expected[[2, 0]], rtol=0, atol=1e-5)
+    cache = cache_of(model(ids, attention_mask=mask))
+    cache.batch_repeat_interleave(2)
+    doubled = model(more.repeat_interleave(2, 0), cache=cache).logits
+    torch.testing.assert_close(doubled, expected.repeat_interleave(2, 0), rtol=0, atol=1e-5)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    again = model(ids, attention_mask=mask, cache=cache).logits
+    torch.testing.assert_close(again, model(ids, attention_mask=mask).logits, rtol=0, atol=0)
+
+
+def test_a_model_without_attention_counts_its_tokens():
+    model = tiny_model(mixers=["gdn", "gdn"])
+    ids = prompt(5)
+    cache = cache_of(model(ids))
+    assert cache.get_seq_length() == 5
+    assert torch.equal(greedy(model, ids), greedy(model, ids, use_cache=False))
+
+
+def test_a_model_of_attention_only():
+    model = tiny_model(mixers=["full", "full"], num_key_value_heads=4)
+    ids, mask = left_padded([prompt(3), prompt(6)])
+    assert torch.equal(
+        greedy(model, ids, attention_mask=mask),
+        greedy(model, ids, attention_mask=mask, use_cache=False),
+    )
+
+
+def test_generation_continues_from_a_returned_cache(model):
+    ids = prompt(4)
+    first = greedy(model, ids, max_new_tokens=6, return_dict_in_generate=True)
+    assert isinstance(cache_of(first), LT2Cache)
+    past = {CACHE_NAME: cache_of(first)}
+    longer = greedy(model, first.sequences, max_new_tokens=5, **past)
+    assert torch.equal(longer, greedy(model, ids, max_new_tokens=11))
+
+
+def test_inputs_that_cannot_be_exact_are_refused(model):
+    ids = prompt(5)
+    with pytest.raises(ValueError, match="one slot per"):
+        model(ids, cache=DynamicCache())
+    with pytest.raises(ValueError, match="padding between the tokens"):
+        model(ids, attention_mask=torch.tensor([[1, 0, 1, 1, 1]]))
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        model(ids, attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match="must be \\[batch, tokens\\]"):
+        model(ids, attention_mask=torch.ones(1, 1, 5, 5))
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model()
+    with pytest.raises(ValueError, match="leave cache_implementation unset"):
+        greedy(model, ids, cache_implementation="static")
+    padded = torch.cat([ids, torch.full((1, 2), 17)], 1)
+    cache = cache_of(model(padded, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0, 0]])))
+    with pytest.raises(ValueError, match="padding between the tokens"):
+        model(ids, cache=cache)
+    with pytest.raises(ValueError, match="cannot be cropped"):
+        cache_of(model(ids)).layers[0].crop(-1)
+
+
+def test_other_loop_counts_are_refused():
+    model = tiny_model()
+    model.config.loops = LOOPS + 1
+    with pytest.raises(ValueError, match=f"built with {LOOPS} loops"):
+        model(prompt(3))
