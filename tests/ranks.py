@@ -48,7 +48,7 @@ def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240) 
     port = _free_port()
     processes = [
         _context.Process(
-            target=_entry, args=(queue, rank, world, port, function, args), daemon=True
+            target=_entry, args=(queue, rank, world, port, function, args), daemon=False
         )
         for rank in range(world)
     ]

@@ -7,7 +7,6 @@ Call it before megatron.core is imported; `finish()` patches the two places that
 """
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -51,7 +50,6 @@ def install() -> None:
     _mode = _CudaMeansCpu()
     _mode.__enter__()
     _patch_rng_tracker()
-    _patch_fully_reshardable_load()
 
 
 def _quiet_imports() -> None:
@@ -186,26 +184,3 @@ def _patch_rng_tracker() -> None:
 
     random._get_cuda_rng_state = _cpu_rng_state
     random._set_cuda_rng_state = _set_cpu_rng_state
-
-
-def _patch_fully_reshardable_load() -> None:
-    """Without TE and Apex, megatron-core 0.19.2 loads Adam's moments but trips over its 'step' tensor.
-
-    The loader copies every entry of the optimizer state from the checkpoint; "step" is kept elsewhere
-    (KeyError in DistributedOptimizer._set_main_param_and_optimizer_states). It has been set by then, so
-    the patch hands the present value back.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> Any:
-        group, order = self.model_param_group_index_map[model_param]
-        parameter = self.optimizer.param_groups[group]["params"][order]
-        step = self.optimizer.state[parameter].get("step")
-        if torch.is_tensor(step) and "step" not in tensors:
-            tensors = {**tensors, "step": step}
-        return original(self, model_param, tensors)
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states

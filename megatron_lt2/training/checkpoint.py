@@ -25,6 +25,7 @@ from megatron_lt2.config.load import ConfigError, load_saved, to_yaml
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.training import checkpoint_files as files
 from megatron_lt2.training.metrics import RunLog
+from megatron_lt2.training.optimizer_state import finish_load, prepare_for_load
 from megatron_lt2.training.setup import TrainingParts
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -140,12 +141,7 @@ class Checkpointer:
                     )
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
-        # A torch Adam that has never stepped has no state to load into.
-        for optimizer in getattr(
-            self.parts.optimizer, "chained_optimizers", [self.parts.optimizer]
-        ):
-            if hasattr(optimizer, "_init_optimizer_states_with_dummy_values"):
-                optimizer._init_optimizer_states_with_dummy_values()
+        prepare_for_load(self.parts.optimizer)
         template = self._state(int(manifest["step"]), loading=True)
         same_layout = manifest["layout"] == self._layout()
         if not same_layout:
@@ -158,6 +154,7 @@ class Checkpointer:
         with torch.no_grad():
             self.parts.model.load_state_dict(state["model"])
             self.parts.optimizer.load_state_dict(state["optimizer"])
+        finish_load(self.parts.optimizer)
         self.parts.scheduler.load_state_dict(state["scheduler"])
         if same_layout:
             _restore_rng(state["rng"])

@@ -85,7 +85,10 @@ class RunLog:
     def evaluation(self, step: int, loss: float, unigram: float | None) -> None:
         """Report a validation loss."""
         self.record("eval", step, loss=loss, split="validation")
-        below = f", {unigram - loss:+.3f} below the unigram entropy" if unigram is not None else ""
+        below = ""
+        if unigram is not None:
+            side = "below" if loss <= unigram else "above"
+            below = f", {abs(unigram - loss):.3f} {side} the unigram entropy {unigram:.4f}"
         self.say(f"step {step}: validation loss {loss:.4f}{below}")
         if self._board is not None:
             self._board.add_scalar("train/validation_loss", loss, step)

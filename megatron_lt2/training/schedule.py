@@ -63,10 +63,17 @@ def build_optimizer(
     assert known >= set(values), "megatron-core renamed an optimizer setting"
     # Matrices are decayed; what acts a channel or a head (norms, decay rates, conv taps, rho) is not.
     undecayed = ParamKey(predicate=ParamPredicate(name="per_channel", fn=_is_per_channel))
+    # A group of their own for what stays in fp32: megatron-core 0.19.2's distributed optimizer reorders a
+    # group that mixes dtypes and then saves it under the wrong order. The values repeat the defaults.
+    decay = optimizer.weight_decay
+    own_dtype = ParamPredicate(name="other_dtype", fn=lambda p: p.dtype != dtype)
     return get_megatron_optimizer(
         CoreOptimizerConfig(**values),
         [ddp_model],
-        config_overrides={undecayed: ParamGroupOverride(wd_mult=0.0)},
+        config_overrides={
+            undecayed: ParamGroupOverride(wd_mult=0.0),
+            ParamKey(predicate=own_dtype): ParamGroupOverride(start_wd=decay, end_wd=decay),
+        },
     )
 
 

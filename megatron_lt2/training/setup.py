@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron_lt2.config.load import ConfigError
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.kernels.backend import resolve_backend
 from megatron_lt2.model.core_config import (
@@ -41,8 +42,8 @@ def build_parts(config: RunConfig) -> TrainingParts:
     """Model with initial weights, DDP, optimizer and schedule, on this rank's device.
 
     Raises:
-        ValueError: a megatron-core setting is unknown or contradicts the schema.
-        RuntimeError: the kernels asked for cannot run here; says what to install.
+        ConfigError: a megatron-core setting is unknown or contradicts the schema, or the kernels asked
+            for cannot run here; says what to change or install.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -56,8 +57,19 @@ def build_parts(config: RunConfig) -> TrainingParts:
 
     on_gpu = platform.has_gpu()
     dtype = resolve_dtype(config, on_gpu)
-    kernels = resolve_backend(config.precision.kernels, platform.device().type)
-    core = transformer_config(config, on_gpu)
+    if dtype == torch.bfloat16 and not config.parallel.distributed_optimizer:
+        raise ConfigError(
+            "parallel.distributed_optimizer false cannot save the fp32 parameters of a bf16 model; "
+            "set it to true, which also works on one rank"
+        )
+    try:
+        kernels = resolve_backend(config.precision.kernels, platform.device().type)
+        core = transformer_config(config, on_gpu)
+        ddp_fields = passthrough(
+            config.megatron.ddp, DistributedDataParallelConfig, "ddp", DDP_OWNED
+        )
+    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
+        raise ConfigError(str(error)) from error
     model: Any = LT2Model(
         core,
         config.model,
@@ -81,9 +93,7 @@ def build_parts(config: RunConfig) -> TrainingParts:
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": gather,
     }
-    ddp_values.update(
-        passthrough(config.megatron.ddp, DistributedDataParallelConfig, "ddp", DDP_OWNED)
-    )
+    ddp_values.update(ddp_fields)
     ddp = DistributedDataParallel(core, DistributedDataParallelConfig(**ddp_values), model)
     optimizer = build_optimizer(config, ddp, dtype, gather)
     core.finalize_model_grads_func = finalize_model_grads

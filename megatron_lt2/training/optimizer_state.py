@@ -1,0 +1,54 @@
+"""Loading optimizer state where neither Transformer Engine nor Apex brings an Adam of its own.
+
+megatron-core 0.19.2 then uses torch's AdamW, whose state has a `step` tensor a parameter. Its distributed
+optimizer trips over that in two places, both mended here on the optimizer at hand:
+
+- the reader copies every tensor of a parameter's state out of the checkpoint and looks for "step" there,
+  where it is not (it was restored before, from the parameter groups);
+- that restoring gives all parameters one shared tensor, which every parameter's update then increments.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def _inner(optimizer: Any) -> Iterator[Any]:
+    yield from getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def prepare_for_load(optimizer: Any) -> None:
+    """Make `optimizer.sharded_state_dict(is_loading=True)` and `load_state_dict` work."""
+    for inner in _inner(optimizer):
+        if not hasattr(inner, "_set_main_param_and_optimizer_states"):
+            continue
+        # An Adam that has never stepped has no state to load into.
+        inner._init_optimizer_states_with_dummy_values()
+        original = inner._set_main_param_and_optimizer_states
+        inner._set_main_param_and_optimizer_states = functools.partial(
+            _set_states_keeping_step, inner, original
+        )
+
+
+def _set_states_keeping_step(
+    inner: Any, original: Any, parameter: torch.nn.Parameter, tensors: dict[str, Any]
+) -> Any:
+    group, order = inner.model_param_group_index_map[parameter]
+    main = inner.optimizer.param_groups[group]["params"][order]
+    step = inner.optimizer.state[main].get("step")
+    if torch.is_tensor(step) and "step" not in tensors:
+        tensors = {**tensors, "step": step}
+    return original(parameter, tensors)
+
+
+def finish_load(optimizer: Any) -> None:
+    """Give every parameter its own step counter, and the groups none."""
+    for inner in _inner(optimizer):
+        inner.__dict__.pop("_set_main_param_and_optimizer_states", None)
+        states = [s for s in inner.optimizer.state.values() if torch.is_tensor(s.get("step"))]
+        for state in states:
+            state["step"] = state["step"].detach().clone()
+        for group in inner.optimizer.param_groups if states else []:
+            group.pop("step", None)
