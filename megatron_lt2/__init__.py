@@ -1,3 +1,3 @@
-"""megatron_lt2: pretrain, distil, convert and run looped linear-time transformers on megatron-core."""
+"""Pretrain, distil, convert and run looped linear-time transformers on megatron-core."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Pretrain an LT2 model: python -m megatron_lt2.train --config FILE [--dotted.name value].
 
-Exit codes: 0 done; 2 a setting or the data is wrong (one line says which); 75 saved and left early, start
-the same command again to continue; anything else is a failure with a traceback.
+Exit codes: 0 done; 2 a setting or the data is wrong (one line says which); 75 saved and left early,
+start the same command again to continue; anything else is a failure with a traceback.
 """
 
 import os
@@ -15,17 +15,18 @@ from megatron_lt2.config.schema import RunConfig
 
 DESCRIPTION = """Pretrain a looped linear-time transformer (LT2).
 
-Settings come from, weakest first: the defaults below, the YAML file given with --config, environment
-variables (ENV names below), and the command line. The run writes to run_dir; started again with the same
-run_dir it resumes from the newest complete checkpoint. SIGUSR1 or SIGTERM: finish the step, save, exit 75.
+Settings come from, weakest first: the defaults below, the YAML file given with --config,
+environment variables (ENV names below), and the command line. The run writes to run_dir; started
+again with the same run_dir it resumes from the newest complete checkpoint. SIGUSR1 or SIGTERM:
+finish the step, save, exit 75.
 
   --config FILE       YAML file with any of the settings below
   --print-config      print the resolved configuration as YAML and stop
   --estimate-memory   print what the model costs in parameters, FLOPs and memory, and stop
   --world-size N      ranks to assume for the two options above (default: the ranks of this launch)
 
-example: torchrun --nproc-per-node 8 -m megatron_lt2.train --config launchers/configs/lt2_1b3.yaml \\
-           --data.path corpus --model.loops 2
+example: torchrun --nproc-per-node 8 -m megatron_lt2.train \\
+           --config launchers/configs/lt2_1b3.yaml --data.path corpus --model.loops 2
 """
 
 
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _estimate(config, assumed) if estimate else _train(config)
     except (ConfigError, _UserError) as error:
-        return fail(error)
+        # Every rank finds the same mistake; one a node says so.
+        local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        return fail(error, say=local_rank == "0")
 
 
 class _UserError(ValueError):
@@ -140,10 +143,12 @@ def _train(config: RunConfig) -> int:
         tensorboard=config.logging.tensorboard,
         active=main_rank,
     )
-    if main_rank:
-        _write_run_facts(config, tokenizer)
     try:
-        code = Trainer(config, tokenizer, log, exit_request).run()
+        trainer = Trainer(config, tokenizer, log, exit_request)
+        trainer.restore()
+        if main_rank:  # not before: a start that is refused changes nothing in the run folder
+            _write_run_facts(config, tokenizer)
+        code = trainer.run()
     finally:
         log.close()
     stop_ranks()

@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, each a process of its own.
 
-The ranks come from a fork server that has imported megatron-core once, so a world starts in a second.
+The ranks come from a fork server that has imported megatron-core once, so a world starts within
+a second.
 """
 
 import multiprocessing as mp
@@ -41,8 +42,8 @@ def _entry(queue: Any, rank: int, world: int, port: int, function: Callable, arg
 def run_ranks(world: int, function: Callable, *args: Any, timeout: float = 240) -> list[Any]:
     """`function(rank, world, *args)` on `world` ranks; returns their results in rank order.
 
-    Results travel by pickle: give back numpy arrays or plain values. Any rank's failure fails the test
-    with that rank's traceback.
+    Results travel by pickle: give back numpy arrays or plain values. Any rank's failure fails the
+    test with that rank's traceback.
     """
     queue = _context.Queue()
     port = _free_port()

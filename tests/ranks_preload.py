@@ -9,5 +9,5 @@ from megatron_lt2.parallel import platform
 
 platform.install()
 
-import megatron_lt2.training.loop  # noqa: E402, F401
 import megatron_lt2.model.lt2_model  # noqa: E402, F401
+import megatron_lt2.training.loop  # noqa: E402, F401

@@ -1,4 +1,4 @@
-"""A tiny run for tests of the Megatron side: odd sizes, every parameter random, gradients made global."""
+"""A tiny run for tests of the Megatron side: odd sizes, random parameters, global gradients."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def tiny_config(**changes: Any) -> RunConfig:
 
 
 def random_batch(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
-    """The global batch of a step: [global_batch, sequence] tokens with document ends, and labels."""
+    """The global batch of a step: [global_batch, sequence] tokens with EODs, and labels."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (config.training.global_batch_size, config.data.sequence_length + 1)
     tokens = torch.randint(1, config.model.vocab_size, shape, generator=generator)
@@ -70,7 +70,9 @@ def make_random(parts: Any, config: RunConfig, seed: int = 5, rounded: bool = Fa
     for name, parameter in parts.model.named_parameters():
         centre, spread = next((v for k, v in centres.items() if k in name), (0.0, None))
 
-        def draw(shape, generator, name=name, centre=centre, spread=spread):  # type: ignore[no-untyped-def]
+        def draw(  # type: ignore[no-untyped-def]
+            shape, generator, name=name, centre=centre, spread=spread
+        ):
             # Drawn on the CPU: a GPU's generator gives other numbers.
             twin = torch.Generator().manual_seed(generator.initial_seed())
             # Branches at half size keep the residual stream, and so rounding, from growing much.

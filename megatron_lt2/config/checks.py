@@ -1,7 +1,7 @@
 """Checks across fields, made before anything is allocated.
 
-Each refusal is one sentence: the setting, its value, what to do. Settings that are part of the schema but
-not served by this version are refused here too, never ignored.
+Each refusal is one sentence: the setting, its value, what to do. Settings that are part of the
+schema but not served by this version are refused here too, never ignored.
 """
 
 from megatron_lt2.config.load import ConfigError
@@ -83,8 +83,8 @@ def _check_supported(config: RunConfig) -> None:
     for name in ("fp8", "fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
         if config.megatron.transformer.get(name):
             _refuse(
-                f"megatron.transformer.{name} {config.megatron.transformer[name]!r} is not supported "
-                "yet; leave it out"
+                f"megatron.transformer.{name} {config.megatron.transformer[name]!r} is not "
+                "supported yet; leave it out"
             )
 
 
@@ -148,8 +148,8 @@ def _check_parallel(config: RunConfig, world_size: int) -> None:
             )
     if parallel.sequence and config.data.sequence_length % parallel.tensor:
         _refuse(
-            f"data.sequence_length {config.data.sequence_length} is not divisible by parallel.tensor "
-            f"{parallel.tensor}, which parallel.sequence needs; choose a multiple"
+            f"data.sequence_length {config.data.sequence_length} is not divisible by "
+            f"parallel.tensor {parallel.tensor}, which parallel.sequence needs; choose a multiple"
         )
 
 
@@ -165,8 +165,8 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
     if training.global_batch_size % (training.micro_batch_size * replicas):
         _refuse(
             f"training.global_batch_size {training.global_batch_size} is not divisible by "
-            f"training.micro_batch_size {training.micro_batch_size} x {replicas} data-parallel ranks; "
-            f"choose a multiple of {training.micro_batch_size * replicas}"
+            f"training.micro_batch_size {training.micro_batch_size} x {replicas} data-parallel "
+            f"ranks; choose a multiple of {training.micro_batch_size * replicas}"
         )
 
 
@@ -174,8 +174,8 @@ def _check_schedule(config: RunConfig) -> None:
     optimizer, steps = config.optimizer, config.training.steps
     if optimizer.warmup_steps >= steps:
         _refuse(
-            f"optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing of training.steps {steps}; "
-            "make it smaller"
+            f"optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing of training.steps "
+            f"{steps}; make it smaller"
         )
     decay = optimizer.decay_steps
     if optimizer.schedule == "wsd" and decay is not None and decay > steps - optimizer.warmup_steps:
@@ -199,8 +199,8 @@ def _check_data(config: RunConfig, need_data: bool) -> None:
     if data.weights is not None:
         if len(data.weights) != len(data.prefixes):
             _refuse(
-                f"data.weights has {len(data.weights)} entries for {len(data.prefixes)} prefixes in "
-                "data.path; give one a prefix"
+                f"data.weights has {len(data.weights)} entries for {len(data.prefixes)} prefixes "
+                "in data.path; give one a prefix"
             )
         if any(w <= 0 for w in data.weights):
             _refuse(f"data.weights {data.weights} must all be greater than 0")

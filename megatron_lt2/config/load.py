@@ -2,10 +2,11 @@
 
 jsonargparse does the parsing; this module only fixes the precedence and the wording:
 
-    defaults < YAML file (--config) < environment (LT2_MODEL__LOOPS=4) < command line (--model.loops 4)
+    defaults < YAML file (--config) < environment (LT2_MODEL__LOOPS=4)
+             < command line (--model.loops 4)
 
-The YAML file is handed over as jsonargparse's "default config file", since that is the layer which it
-places below the environment. Unknown keys are errors in every layer.
+The YAML file is handed over as jsonargparse's "default config file", since that is the layer which
+it places below the environment. Unknown keys are errors in every layer.
 """
 
 import difflib
@@ -40,6 +41,7 @@ def build_parser(prog: str, description: str, config_file: str | None = None) ->
         env_prefix=ENV_PREFIX,
         default_config_files=[config_file] if config_file else [],
         exit_on_error=False,
+        allow_abbrev=False,
     )
     parser.add_class_arguments(RunConfig)
     return parser
@@ -56,8 +58,9 @@ def load_config(
         ConfigError: one line that names the file or option and what is wrong with it.
     """
     config_file, rest = _take_config_option(list(argv))
-    if config_file is not None:
-        _read_yaml(config_file)  # a readable error before jsonargparse's own
+    # Read here first: for errors that name the key, and jsonargparse refuses a file of comments.
+    if config_file is not None and not _read_yaml(config_file):
+        config_file = None
     _reject_unknown_environment()
     parser = build_parser(prog, description, config_file)
     try:
@@ -209,7 +212,8 @@ def _from_mapping(cls: Any, values: dict[str, Any], path: str) -> Any:
     return cls(**kwargs)
 
 
-def fail(error: Exception) -> int:
-    """Print a user's mistake as one line and return the exit code for it."""
-    print(f"error: {error}", file=sys.stderr)
+def fail(error: Exception, *, say: bool = True) -> int:
+    """Print a user's mistake as one line (if `say`) and return the exit code for it."""
+    if say:
+        print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,8 +1,8 @@
 """The run configuration: what a YAML file may say and what every field means.
 
-One dataclass a component, nested in `RunConfig`. The text under a field is its help text. Values are
-plain data here; checks that need more than one field live in `checks.py`, loading in `load.py`, and the
-step from here to megatron-core's own configs in `megatron_lt2/model/core_config.py`.
+One dataclass a component, nested in `RunConfig`. The text under a field is its help text. Values
+are plain data here; checks that need more than one field live in `checks.py`, loading in `load.py`,
+and the step from here to megatron-core's own configs in `megatron_lt2/model/core_config.py`.
 
 `None` stands for "work it out": the value is derived once (properties below) and printed at start.
 """
@@ -32,7 +32,8 @@ class AttentionConfig:
     """Full (softmax) attention layers."""
 
     output_gate: bool = True
-    """Multiply the attention output by sigmoid(x W_g), W_g zero at the start (Qiu et al. 2025, gate "G1")."""
+    """Multiply the attention output by sigmoid(x W_g), W_g zero at the start (Qiu et al.
+    2025, gate "G1")."""
 
 
 @dataclass(kw_only=True)
@@ -72,7 +73,8 @@ class InitConfig:
     """Initial weights of the linear maps and the embedding."""
 
     std: float | None = None
-    """Standard deviation; default: 1/sqrt(input width) of each matrix (hidden_size for the embedding)."""
+    """Standard deviation; default: 1/sqrt(input width) of each matrix (hidden_size for the
+    embedding)."""
 
     cutoff: float = 3.0
     """The normal distribution is cut off at this many standard deviations."""
@@ -104,7 +106,8 @@ class ModelConfig:
     """Vocabulary; default: the tokenizer's largest id + 1, as written in the data manifest."""
 
     pattern: str | list[str] = "4*gdn+full"
-    """Mixer of each layer: '4*gdn+full' is repeated and cut to num_layers; a list names every layer."""
+    """Mixer of each layer: '4*gdn+full' is repeated and cut to num_layers; a list names every
+    layer."""
 
     loops: int = 4
     """T: how often the whole stack runs, with the same weights."""
@@ -113,7 +116,8 @@ class ModelConfig:
     """Add rho_t * (input of loop t) to the output of loop t; rho is T x d and starts at zero."""
 
     norm_mode: Literal["pre", "sandwich"] = "pre"
-    """'pre': norm before mixer and FFN (LT2). 'sandwich': also after them, before the residual add (Ouro)."""
+    """'pre': norm before mixer and FFN (LT2). 'sandwich': also after them, before the
+    residual add (Ouro)."""
 
     inter_loop_norm: bool = False
     """Apply the final norm at the end of every loop (Ouro) instead of once after the last (LT2)."""
@@ -122,7 +126,8 @@ class ModelConfig:
     """Learn an early-exit probability at the end of each loop (Ouro)."""
 
     loss: Literal["final", "exits"] = "final"
-    """'final': cross entropy after the last loop (LT2). 'exits': sum_t p_t CE_t - beta H(p) (Ouro)."""
+    """'final': cross entropy after the last loop (LT2). 'exits': sum_t p_t CE_t - beta H(p)
+    (Ouro)."""
 
     norm_eps: float = 1e-6
     """Epsilon of the block norms and the final norm."""
@@ -186,7 +191,8 @@ class DataConfig:
     """Tokens a sequence."""
 
     isolate_documents: bool = True
-    """Restart attention, convolution, recurrence and positions at each document inside a sequence."""
+    """Restart attention, convolution, recurrence and positions at each document inside a
+    sequence."""
 
     cache_dir: str | None = None
     """Where shuffled sample indices are kept; default: <run_dir>/data_cache."""
@@ -217,7 +223,8 @@ class TrainingConfig:
     """Seed of weights, data order and dropout."""
 
     eval_interval: int = 100
-    """Steps between evaluations on the validation split; 0: only after the last step if eval_batches > 0."""
+    """Steps between evaluations on the validation split; 0: only after the last step if
+    eval_batches > 0."""
 
     eval_batches: int = 10
     """Global batches an evaluation; 0 turns evaluation off."""
@@ -226,7 +233,8 @@ class TrainingConfig:
     """Save and leave (code 75) once the run has taken this long; for queues with a time limit."""
 
     stop_step: int | None = None
-    """Save and leave (code 75) after this step although `steps` is larger; for tests and staged runs."""
+    """Save and leave (code 75) after this step although `steps` is larger; for tests and staged
+    runs."""
 
 
 @dataclass(kw_only=True)
@@ -284,10 +292,12 @@ class ParallelConfig:
     """Shard optimizer state over the data-parallel ranks."""
 
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients while the backward pass runs; default: on with more than one data-parallel GPU rank."""
+    """Reduce gradients while the backward pass runs; default: on with more than one
+    data-parallel GPU rank."""
 
     overlap_param_gather: bool | None = None
-    """Gather updated parameters while the next forward pass runs; default: as overlap_grad_reduce."""
+    """Gather updated parameters while the next forward pass runs; default: as
+    overlap_grad_reduce."""
 
 
 @dataclass(kw_only=True)
@@ -295,10 +305,12 @@ class PrecisionConfig:
     """Number formats and which kernels serve the recurrences."""
 
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Weights and activations: bf16 with fp32 master weights, or fp32; 'auto': bf16 on GPU, fp32 on CPU."""
+    """Weights and activations: bf16 with fp32 master weights, or fp32; 'auto': bf16 on GPU, fp32
+    on CPU."""
 
     kernels: Literal["auto", "fla", "torch"] = "auto"
-    """Recurrence kernels: FLA's Triton kernels or the plain torch chunk form; 'auto': FLA on GPU."""
+    """Recurrence kernels: FLA's Triton kernels or the plain torch chunk form; 'auto': FLA on
+    GPU."""
 
 
 @dataclass(kw_only=True)
@@ -329,7 +341,8 @@ class LoggingConfig:
     """Also write TensorBoard files to <run_dir>/tensorboard."""
 
     peak_tflops: float | None = None
-    """Peak of one device for MFU, in TFLOP/s; default: the named value for known GPUs, else MFU is n/a."""
+    """Peak of one device for MFU, in TFLOP/s; default: the named value for known GPUs, else MFU
+    is n/a."""
 
 
 @dataclass(kw_only=True)
@@ -340,7 +353,8 @@ class MegatronConfig:
     """Fields of megatron.core.transformer.TransformerConfig, e.g. recompute_granularity: full."""
 
     ddp: dict[str, Any] = field(default_factory=dict)
-    """Fields of megatron.core.distributed.DistributedDataParallelConfig, e.g. bucket_size: 40000000."""
+    """Fields of megatron.core.distributed.DistributedDataParallelConfig, e.g. bucket_size:
+    40000000."""
 
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron.core.optimizer.OptimizerConfig, e.g. log_num_zeros_in_grad: true."""
@@ -351,7 +365,8 @@ class RunConfig:
     """One training run."""
 
     run_dir: str = "runs/default"
-    """Folder of this run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/. A second start resumes."""
+    """Folder of this run: config.yaml, metrics.jsonl, tensorboard/, checkpoints/. A second start
+    resumes."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -1,4 +1,4 @@
-"""One micro-batch as the model takes it: tokens, labels, loss mask, positions, document boundaries."""
+"""A micro-batch as the model takes it: tokens, labels, loss mask, positions, documents."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,11 @@ from torch import Tensor
 class Batch:
     """A micro-batch in one of two layouts.
 
-    Rows: b sequences of s tokens, packing is None. Packed: all documents of the micro-batch in one row
-    [1, b * s], with their boundaries in `packing`; positions restart at each document.
+    Rows: b sequences of s tokens, packing is None. Packed: all documents of the micro-batch in one
+    row [1, b * s], with their boundaries in `packing`; positions restart at each document.
 
-    tokens, labels, positions: int64 [rows, length]; loss_mask: fp32 [rows, length], 0 leaves a token out.
+    tokens, labels, positions: int64 [rows, length].
+    loss_mask: fp32 [rows, length], 0 leaves a token out.
     """
 
     tokens: Tensor
@@ -32,8 +33,8 @@ def make_batch(
     Args:
         tokens, labels, loss_mask: [b, s] on the device of the model.
         eod: id that ends a document.
-        isolate_documents: restart everything after each `eod` and at each sequence; else documents that
-            share a sequence see each other.
+        isolate_documents: restart everything after each `eod` and at each sequence; else documents
+            that share a sequence see each other.
     """
     rows, length = tokens.shape
     if not isolate_documents:
@@ -46,7 +47,8 @@ def make_batch(
     longest = int(positions.max()) + 1
     bounds = bounds.to(torch.int32)
     packing = PackedSeqParams(
-        # Not "thd": hidden states keep megatron-core's [s, b, d] with b = 1, rotary angles come per token.
+        # Not "thd": hidden states keep megatron-core's [s, b, d] with b = 1, and rotary angles
+        # come per token.
         qkv_format="sbhd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
@@ -60,7 +62,7 @@ def make_batch(
 
 
 def document_starts(tokens: Tensor, eod: int) -> Tensor:
-    """Bool [b * s]: true where a document begins, that is at each row's start and after each `eod`."""
+    """Bool [b * s]: true where a document begins, at each row's start and after each `eod`."""
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, 0] = True
     starts[:, 1:] = tokens[:, :-1] == eod

@@ -1,9 +1,9 @@
 """Training and validation samples from .bin/.idx pairs, by megatron-core's GPT dataset.
 
-megatron-core cuts the shuffled documents into sequences of sequence_length + 1 tokens, blends prefixes, and
-caches its index under `data.cache_dir`. Which sequences a run sees depends only on the seed, the data and
-the number of samples asked for. `sample_ids` then gives each rank its share of a step, so the data position
-of a run is its step number.
+megatron-core cuts the shuffled documents into sequences of sequence_length + 1 tokens, blends
+prefixes, and caches its index under `data.cache_dir`. Which sequences a run sees depends only on
+the seed, the data and the number of samples asked for. `sample_ids` then gives each rank its share
+of a step, so the data position of a run is its step number.
 """
 
 from collections.abc import Iterator
@@ -70,8 +70,8 @@ def build_datasets(
         )
     if valid is None and valid_samples:
         raise ConfigError(
-            f"data.split {data.split!r} leaves no validation documents in {', '.join(data.prefixes)}; "
-            "give it a larger share or set training.eval_batches 0"
+            f"data.split {data.split!r} leaves no validation documents in "
+            f"{', '.join(data.prefixes)}; give it a larger share or set training.eval_batches 0"
         )
     return train, valid
 
@@ -96,18 +96,19 @@ def _check_tokens(config: RunConfig) -> None:
             tokens = int(lengths[first:last].sum())
             if tokens < data.sequence_length + 1:
                 raise ConfigError(
-                    f"{prefix}.bin: the {name} split has {tokens} tokens, fewer than one sequence of "
-                    f"data.sequence_length {data.sequence_length} + 1; tokenize more text, change "
-                    "data.split or shorten the sequence"
+                    f"{prefix}.bin: the {name} split has {tokens} tokens, fewer than one sequence "
+                    f"of data.sequence_length {data.sequence_length} + 1; tokenize more text, "
+                    "change data.split or shorten the sequence"
                 )
 
 
 def sample_ids(
     step: int, *, global_batch: int, micro_batch: int, rank: int, replicas: int
 ) -> list[list[int]]:
-    """Indices of the samples that data-parallel `rank` takes at `step` (0-based), a list a micro-batch.
+    """The samples that data-parallel `rank` takes at `step` (0-based), a list a micro-batch.
 
-    A step takes samples [step * global_batch, (step + 1) * global_batch) whatever the number of ranks.
+    A step takes samples [step * global_batch, (step + 1) * global_batch) whatever the number
+    of ranks.
     """
     first = step * global_batch
     micro_batches = global_batch // (micro_batch * replicas)
@@ -148,7 +149,8 @@ def micro_batches(
         batch_sampler=order,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        # The loader draws a base seed for its workers; its own generator keeps the run's RNG untouched.
+        # The loader draws a base seed for its workers; its own generator keeps the run's random
+        # numbers untouched.
         generator=torch.Generator().manual_seed(0),
     )
     return iter(loader)

@@ -1,1 +1,1 @@
-"""Token mixers: one file each, all sitting in megatron-core's self_attention slot. See registry.py."""
+"""Token mixers: one file each, all in megatron-core's self_attention slot. See registry.py."""

@@ -1,9 +1,9 @@
 """Full softmax attention: megatron-core's SelfAttention with LT2's output gate and a plain core.
 
 The gate is megatron-core's `attention_output_gate`: its rows are fused into linear_qkv, one block a
-key/value group, [queries | gate | key | value]. LT2 starts them at zero (gate = 0.5 everywhere), which is
-declared here. The core is torch's scaled_dot_product_attention, or its variable-length form on GPU, so
-that neither Transformer Engine nor a dense mask is needed.
+key/value group, [queries | gate | key | value]. LT2 starts them at zero (gate = 0.5 everywhere),
+which is declared here. The core is torch's scaled_dot_product_attention, or its variable-length
+form on GPU, so that neither Transformer Engine nor a dense mask is needed.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from megatron_lt2.mixers.parameters import Shards, declare, truncated_normal
 
 
 class FullAttention(SelfAttention):
-    """Causal multi-head attention with rotary positions and a sigmoid output gate (LT2, Qiu et al. 2025)."""
+    """Causal attention with rotary positions and a sigmoid output gate (LT2, Qiu et al. 2025)."""
 
     def __init__(self, *args: Any, init_std: float, init_cutoff: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -46,8 +46,9 @@ class FullAttention(SelfAttention):
 class CausalCoreAttention(MegatronModule):
     """softmax(q k^T / sqrt(d)) v with a causal mask, separate for each packed document.
 
-    Fills megatron-core's core_attention slot. Inputs are [s, b, heads, d], or [t, heads, d] for 'thd'
-    packing; keys and values may have fewer heads (grouped queries). Output: [s, b, heads * d] ([t, ...]).
+    Fills megatron-core's core_attention slot. Inputs are [s, b, heads, d], or [t, heads, d] for
+    'thd' packing; keys and values may have fewer heads (grouped queries). Output: [s, b, heads * d]
+    ([t, ...]).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a mixer's file tells the rest of the project: its layer spec, its head counts and its costs."""
+"""What a mixer's file tells the rest of the project: its layer spec, head counts and costs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class MixerEntry:
     heads: head counts which tensor parallelism must divide, by the setting that fixes them.
     parameters: parameters of one layer's mixer.
     matrix_parameters: those of them that multiply every token as a dense matrix.
-    token_flops: (model, length) -> operations a token of one forward pass beyond those matrices, where a
-        multiply-add counts as two and `length` is the tokens of a sequence.
+    token_flops: (model, length) -> operations a token of one forward pass beyond those matrices,
+        where a multiply-add counts as two and `length` is the tokens of a sequence.
     """
 
     spec: Callable[[ModelConfig, str], "ModuleSpec"]

@@ -112,7 +112,8 @@ def _parameters(model: ModelConfig) -> int:
 def _flops(model: ModelConfig, length: int) -> float:
     heads, k, v = model.gdn_heads, model.gdn_head_k_dim, model.gdn_head_v_dim
     conv = 2 * heads * (2 * k + v) * model.gdn.conv_size
-    # The recurrence itself: read k^T S, rank-one write, read q^T S; 2 operations a state entry each.
+    # The recurrence itself: read k^T S, rank-one write, read q^T S; 2 operations each a state
+    # entry.
     return conv + 3 * 2 * heads * k * v
 
 

@@ -1,8 +1,8 @@
-"""The shared body of the linear mixers: fused projections, short convolution, recurrence, gated norm.
+"""The shared body of the linear mixers: projections, short convolution, recurrence, gated norm.
 
-A mixer declares its `Layout` (heads, widths of each projection, which of them go through the convolution)
-and writes `recurrence`. Tensor and sequence parallelism (by heads), packed documents, checkpoint keys and
-resharding follow from the declaration, here.
+A mixer declares its `Layout` (heads, widths of each projection, which of them go through the
+convolution) and writes `recurrence`. Tensor and sequence parallelism (by heads), packed documents,
+checkpoint keys and resharding follow from the declaration, here.
 
 Shapes: [s, b, d] outside as everywhere in megatron-core; [B, T, H, channels] in the recurrence.
 """
@@ -37,7 +37,8 @@ from megatron_lt2.mixers.parameters import Shards, constant, declare, new_parame
 class Layout:
     """Geometry of a linear mixer; widths are channels a head.
 
-    sections: projections of the input in the order in which they are fused, name -> channels a head.
+    sections: projections of the input in the order in which they are fused, name -> channels a
+        head.
     conv: names of the leading sections that pass through the convolution.
     gate: name of the section that gates the output.
     """
@@ -156,14 +157,16 @@ class LinearMixer(MegatronModule):
         """
         if inference_context is not None:
             raise ValueError(
-                "linear mixers keep no megatron-core inference cache; export the model and generate there"
+                "linear mixers keep no megatron-core inference cache; export the model and "
+                "generate there"
             )
         cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         fused, _ = self.in_proj(hidden_states)
         fused = fused.transpose(0, 1)  # [B, T, rows]
         parts = self._split(fused, cu_seqlens)
         mixed = self.recurrence(parts, cu_seqlens)
-        # Each tensor-parallel rank holds other heads, so the shared norm weight's gradients are summed.
+        # Each tensor-parallel rank holds other heads, so the gradients of the shared norm weight
+        # are summed.
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, self.pg_collection.tp)
         gate = parts[self.layout.gate]
         mixed = gated_rms_norm(mixed, gate, weight, self.layout.norm_eps, backend=self.kernels)
@@ -197,7 +200,8 @@ class LinearMixer(MegatronModule):
     ) -> dict[str, Any]:
         """Checkpoint entries that do not depend on the tensor-parallel size.
 
-        A fused weight is stacked [q | k | v | ..] *per rank*; it is saved as one global tensor a section.
+        A fused weight is stacked [q | k | v | ..] *per rank*; it is saved as one global tensor
+        a section.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = tp_group or self.pg_collection.tp

@@ -1,4 +1,4 @@
-"""RMS norm for megatron-core's layer-norm slots, with sequence parallelism and without Transformer Engine."""
+"""RMS norm for megatron-core's layer-norm slots, without Transformer Engine."""
 
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -8,10 +8,10 @@ from megatron_lt2.mixers.parameters import constant, declare, new_parameter
 
 
 class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, arXiv 1910.07467).
+    """x * rsqrt(mean(x^2) + eps) * weight over the last axis (Zhang, Sennrich, arXiv 1910.07467).
 
-    Under sequence parallelism each tensor-parallel rank sees part of the tokens; the mark on the weight
-    makes megatron-core add the gradients up.
+    Under sequence parallelism each tensor-parallel rank sees part of the tokens; the mark on the
+    weight makes megatron-core add the gradients up.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What a parameter declares about itself: its initial values and how tensor parallelism cuts it.
 
-Weights are initialised from their *global* shape with a generator seeded by their name, then cut to the
-local shard (`model/init.py`). So a model starts from the same weights on any number of ranks. A parameter
-that needs more than the default declares it here, next to where it is made.
+Weights are initialised from their *global* shape with a generator seeded by their name, then cut to
+the local shard (`model/init.py`). So a model starts from the same weights on any number of ranks. A
+parameter that needs more than the default declares it here, next to where it is made.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ Initialiser = Callable[[tuple[int, ...], torch.Generator], Tensor]
 class Shards:
     """Tensor-parallel cut of a parameter along its first axis.
 
-    sections: global sizes of the parts stacked on that axis; every rank holds its slice of each part, in
-        the same order. One part means a plain contiguous cut.
+    sections: global sizes of the parts stacked on that axis; every rank holds its slice of each
+        part, in the same order. One part means a plain contiguous cut.
     """
 
     sections: tuple[int, ...]
@@ -37,7 +37,7 @@ def declare(
     shards: Shards | None = None,
     per_channel: bool = False,
 ) -> None:
-    """Attach to `parameter` its initial values, its tensor-parallel cut, and whether it acts a channel.
+    """Attach to `parameter` its initial values, its cut, and whether it acts a channel.
 
     What acts a channel is not subject to weight decay, like any parameter with one axis.
     """

@@ -1,1 +1,1 @@
-"""The LT2 model on megatron-core: layer specs, the looped block, initial weights and cost counts."""
+"""The LT2 model on megatron-core: layer specs, the looped block, initial weights and costs."""

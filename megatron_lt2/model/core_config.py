@@ -1,7 +1,7 @@
 """From a RunConfig to megatron-core's TransformerConfig.
 
-Everything that our schema does not name can be set under `megatron.transformer`; what the schema does name
-is refused there, so that one value has one place.
+Everything that our schema does not name can be set under `megatron.transformer`; what the schema
+does name is refused there, so that one value has one place.
 """
 
 import difflib
@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lt2.config.load import ConfigError
 from megatron_lt2.config.schema import RunConfig, round_up
 
 VOCAB_MULTIPLE = 16
-"""Embedding rows are padded to this many a tensor-parallel rank (FP8 products need multiples of 16)."""
+"""Embedding rows are padded to this many a tensor-parallel rank: FP8 needs multiples of 16."""
 
 FIXED = {
     "num_layers": "model.num_layers",
@@ -104,18 +105,18 @@ def passthrough(
     """Check fields given under `megatron.<section>` against megatron-core's dataclass `target`.
 
     Raises:
-        ValueError: unknown field (with the nearest known one), or one that the schema owns.
+        ConfigError: unknown field (with the nearest known one), or one that the schema owns.
     """
     known = [f.name for f in fields(target)]
     for name in given:
         if name in owned:
-            raise ValueError(
+            raise ConfigError(
                 f"megatron.{section}.{name} is owned by {owned[name]}; set that instead"
             )
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(
+            raise ConfigError(
                 f"megatron.{section}.{name} is no field of megatron-core's {target.__name__}{hint}"
             )
     return dict(given)

@@ -1,4 +1,4 @@
-"""What a model costs: parameters, floating-point operations, memory. Plain arithmetic, tested on real models."""
+"""What a model costs: parameters, floating-point operations, memory. Plain arithmetic."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from megatron_lt2.model.pattern import expand_pattern
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Parameters of the model; each physical layer counts once, padding rows of the vocabulary not at all."""
+    """Parameters; a physical layer counts once, padding rows of the vocabulary do not."""
     assert model.vocab_size is not None
     d = model.hidden_size
     names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
@@ -22,7 +22,8 @@ def count_parameters(model: ModelConfig) -> int:
 def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """Operations a token of one forward pass, every loop counted; a multiply-add is two operations.
 
-    Norms, activations and element-wise gates are left out, as usual; embedding look-ups cost nothing.
+    Norms, activations and element-wise gates are left out, as usual, and so are embedding
+    look-ups.
     """
     assert model.vocab_size is not None
     names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
@@ -35,7 +36,7 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward: the backward pass costs twice the forward. Recomputation is not counted."""
+    """Forward and backward, which costs twice the forward. Recomputation is not counted."""
     return 3 * forward_flops_per_token(model, sequence_length)
 
 
@@ -58,8 +59,8 @@ class MemoryEstimate:
 def estimate_memory(config: RunConfig, world_size: int, bytes_per_value: int) -> MemoryEstimate:
     """Memory of one rank in training.
 
-    Activations: about 20 d + 4 f + mixer widths values a token and layer are kept for the backward pass,
-    times the loops; `recompute_granularity: full` keeps one d-wide tensor instead.
+    Activations: about 20 d + 4 f + mixer widths values a token and layer are kept for the backward
+    pass, times the loops; `recompute_granularity: full` keeps one d-wide tensor instead.
     """
     model, parallel = config.model, config.parallel
     shards = parallel.tensor * parallel.pipeline

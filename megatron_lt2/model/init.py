@@ -1,9 +1,9 @@
 """Initial weights, the same on any number of ranks.
 
-Every parameter is drawn at its *global* shape from a generator seeded by its name and the run's seed, then
-cut to the shard that this rank holds. LT2's rule (after Meta Lingua): truncated normal with standard
-deviation 1/sqrt(input width), cut at three standard deviations; norms 1; what differs is declared by the
-mixers (mixers/parameters.py).
+Every parameter is drawn at its *global* shape from a generator seeded by its name and the run's
+seed, then cut to the shard that this rank holds. LT2's rule (after Meta Lingua): truncated normal
+with standard deviation 1/sqrt(input width), cut at three standard deviations; norms 1; what differs
+is declared by the mixers (mixers/parameters.py).
 """
 
 import hashlib

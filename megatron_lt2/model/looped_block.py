@@ -1,9 +1,10 @@
-"""A TransformerBlock that runs its layers T times with the same weights (LT2, arXiv 2605.20670, sec. 3).
+"""A TransformerBlock that runs its layers T times with the same weights (LT2, arXiv 2605.20670).
 
     h <- embedding;  for t in 0..T-1:  h <- layers(h) + rho_t * h;  h <- norm(h)
 
-rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop. megatron-core owns
-the layers, recomputation and quantisation contexts; only the order of the passes is ours.
+rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop.
+megatron-core owns the layers, recomputation and quantisation contexts; only the order of the passes
+is ours.
 """
 
 from contextlib import nullcontext

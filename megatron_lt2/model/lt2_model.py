@@ -1,7 +1,8 @@
 """LT2Model: megatron-core's GPTModel around a looped block.
 
-GPTModel brings the (vocabulary-parallel) embedding, rotary frequencies, output head, tied weights and the
-loss; it always builds a plain TransformerBlock, so it is given an empty one, which is then replaced.
+GPTModel brings the (vocabulary-parallel) embedding, rotary frequencies, output head, tied weights
+and the loss; it always builds a plain TransformerBlock, so it is given an empty one, which is then
+replaced.
 """
 
 from typing import Any
@@ -87,7 +88,8 @@ class LT2Model(GPTModel):
             loops: passes through the layers, default T.
 
         Returns:
-            [b, s] fp32 losses with labels; else [b, s, padded vocabulary / tensor-parallel ranks] logits.
+            [b, s] fp32 losses with labels; else logits [b, s, padded vocabulary / tensor-parallel
+            ranks].
         """
         embedded = None
         if self.pre_process:
@@ -117,7 +119,7 @@ class LT2Model(GPTModel):
         return angles if packing is None else angles[position_ids[0]]
 
     def _silence_padding(self, logits: Tensor) -> None:
-        """Padding rows of the vocabulary get no probability, so that the loss is the same at any padding."""
+        """Padding rows of the vocabulary get no probability: any padding gives the same loss."""
         local = logits.shape[-1]
         first = self.pg_collection.tp.rank() * local
         real = max(0, min(local, self.real_vocab_size - first))

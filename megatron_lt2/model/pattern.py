@@ -1,8 +1,8 @@
 """Layer patterns: which mixer serves which layer.
 
-Grammar: `item ("+" item)*` with `item = [COUNT "*"] NAME`, e.g. `4*gdn+full`. The pattern is repeated and
-cut to the number of layers, so 4*gdn+full over 21 layers puts full attention at 4, 9, 14 and 19 (LT2's
-interleaved layout). A list names the mixer of every layer outright.
+Grammar: `item ("+" item)*` with `item = [COUNT "*"] NAME`, e.g. `4*gdn+full`. The pattern is
+repeated and cut to the number of layers, so 4*gdn+full over 21 layers puts full attention at 4, 9,
+14 and 19 (LT2's interleaved layout). A list names the mixer of every layer outright.
 """
 
 import re
@@ -14,7 +14,8 @@ def expand_pattern(pattern: str | list[str], num_layers: int, known: tuple[str, 
     """The mixer name of every layer.
 
     Raises:
-        ValueError: the pattern does not parse, names an unknown mixer, or a list has the wrong length.
+        ValueError: the pattern does not parse, names an unknown mixer, or a list has the wrong
+            length.
     """
     if isinstance(pattern, str):
         period: list[str] = []

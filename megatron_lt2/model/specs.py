@@ -1,7 +1,7 @@
 """Layer specs: LT2 layers for megatron-core's TransformerBlock.
 
-`layer_spec` gives one layer and can be used by any megatron-core model; `block_spec` gives the per-layer
-list that a layer pattern describes.
+`layer_spec` gives one layer and can be used by any megatron-core model; `block_spec` gives the
+per-layer list that a layer pattern describes.
 """
 
 import functools

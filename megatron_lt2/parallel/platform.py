@@ -1,9 +1,9 @@
 """megatron-core on CPU ranks with gloo; on a machine with CUDA nothing is touched.
 
-megatron-core names the CUDA device in many places (`device="cuda"`, `torch.cuda.current_device()`, streams,
-tensor type strings). On a machine without a GPU, `install()` answers all of them with the CPU: one
-`TorchFunctionMode` rewrites devices in torch calls, and a handful of `torch.cuda` functions are replaced.
-Call it before megatron.core is imported; `finish()` patches the two places that can only be reached after.
+megatron-core names the CUDA device in many places (`device="cuda"`, `torch.cuda.current_device()`,
+streams, tensor type strings). On a machine without a GPU, `install()` answers all of them with the
+CPU: one `TorchFunctionMode` rewrites devices in torch calls, and a handful of `torch.cuda`
+functions are replaced. Call it before megatron.core is imported.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def backend() -> str:
 
 
 def install() -> None:
-    """Make megatron.core importable and runnable here. Idempotent; nothing is patched where CUDA is."""
+    """Make megatron.core importable and runnable here. Idempotent; patches nothing with CUDA."""
     global _mode
     _quiet_imports()
     if has_gpu() or _mode is not None:
@@ -53,7 +53,7 @@ def install() -> None:
 
 
 def _quiet_imports() -> None:
-    """megatron-core warns at import of every optional package that is absent; the run's log says it once."""
+    """megatron-core warns of every absent optional package; the run's log says it once."""
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
     # megatron-core 0.19.2 uses names that torch renames, and looks at .grad of tensors without one.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated")
@@ -120,7 +120,7 @@ class _Event:
 
 
 def _nothing() -> Any:
-    """A new function that does nothing: torch.compile wants each torch.cuda function to be distinct."""
+    """A new function that does nothing: torch.compile wants distinct torch.cuda functions."""
     return lambda *args, **kwargs: None
 
 
@@ -147,7 +147,7 @@ def _set_cpu_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 def _stub_triton_import() -> None:
-    """Without Triton, one mixture-of-experts module stops `import megatron.core`; nothing here uses it."""
+    """Without Triton, one mixture-of-experts module, unused here, stops `import megatron.core`."""
     if importlib.util.find_spec("triton") is not None:
         return
     name = "megatron.core.transformer.moe.ops.paged_stash"
@@ -166,10 +166,15 @@ def _needs_triton(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("this part of megatron-core needs triton, which is not installed")
 
 
+def _no_compile(model: Any = None, **options: Any) -> Any:
+    """torch.compile as a plain decorator, with or without options."""
+    return model or (lambda function: function)
+
+
 def _import_without_compile() -> None:
-    """megatron-core decorates small functions with torch.compile at import; on CPU that only costs time."""
+    """megatron-core compiles small functions when imported; on CPU that only costs time."""
     compiler: Any = torch.compile
-    torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore
+    torch.compile = _no_compile
     try:
         from megatron.core import jit
 

@@ -1,7 +1,7 @@
 """Starting the ranks: torchrun, srun and a bare `python` all end in the same state.
 
-torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Under srun they come from the SLURM_* variables of the step.
-With neither, this is one rank that talks to nobody.
+torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Under srun they come from the SLURM_* variables of
+the step. With neither, this is one rank that talks to nobody.
 """
 
 import os
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron_lt2.config.load import ConfigError
 from megatron_lt2.config.schema import ParallelConfig
 from megatron_lt2.parallel import platform
 
@@ -27,7 +28,8 @@ class RankInfo:
 def rank_info() -> RankInfo:
     """Read the rank from torchrun's variables, else from an srun step, else be the only rank.
 
-    A batch shell or `salloc` has SLURM_NTASKS too, but no SLURM_STEP_ID: python started there is one rank.
+    A batch shell or `salloc` has SLURM_NTASKS too, but no SLURM_STEP_ID: python started there
+    is one rank.
     """
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
@@ -44,14 +46,14 @@ def start_ranks(parallel: ParallelConfig, seed: int) -> RankInfo:
     """Join the process group and build megatron-core's model-parallel groups.
 
     Raises:
-        ValueError: MASTER_ADDR is missing with more than one rank.
+        ConfigError: MASTER_ADDR is missing with more than one rank.
     """
     info = rank_info()
     # megatron-core falls back to SLURM_* by itself and would see the whole job from a batch shell.
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(info.rank), str(info.world_size)
     os.environ["LOCAL_RANK"] = str(info.local_rank)
     if info.world_size > 1 and "MASTER_ADDR" not in os.environ:
-        raise ValueError(
+        raise ConfigError(
             f"{info.world_size} ranks need MASTER_ADDR and MASTER_PORT; "
             "start them with torchrun or a script in launchers/"
         )

@@ -12,12 +12,12 @@ What torchrun does for one machine, with three differences that a run depends on
 - When this process dies, the kernel ends the ranks (Linux), so that a killed run leaves nobody who
   still writes into its folder.
 
-Nothing but the standard library is imported: the ranks pay for torch, this process does not.
+Nothing heavier than the standard library is imported: the ranks pay for torch, this process does
+not.
 """
 
 import argparse
 import contextlib
-import ctypes
 import os
 import random
 import signal
@@ -28,13 +28,14 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from megatron_lt2.orphans import die_with_parent
+
 # Below Linux's ephemeral range (32768-60999), where a port may be taken at random.
 PORTS = range(20000, 30000)
 # How long the other ranks may take to end by themselves once one has failed.
 GRACE_S = 15.0
 # A rank that is still importing torch ignores the request to stop, so it is repeated.
 REPEAT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.nproc < 1 or not command:
         parser.error("needs --nproc of at least 1 and a command after --")
     if args.with_parent:
-        _die_with_parent(signal.SIGKILL)
+        die_with_parent()
     return run_ranks([sys.executable, *command], args.nproc)
 
 
@@ -125,16 +126,9 @@ def _rank_preparation() -> Callable[[], None]:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _die_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with_parent(parent)
 
     return prepare
-
-
-def _die_with_parent(number: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -1,14 +1,20 @@
 """Saving and loading the whole state of a run with megatron-core's dist_checkpointing.
 
-A checkpoint holds the model, the optimizer (in the form that any tensor- and data-parallel size can read
-back), the schedule, the RNG states and the position in the data. The tensors can be written in the
-background; a checkpoint exists once its manifest does (checkpoint_files.py).
+A checkpoint holds the model, the optimizer (in the form that any tensor- and data-parallel size can
+read back), the schedule, the RNG states and the position in the data. The tensors can be written in
+the background; a checkpoint exists once its manifest does (checkpoint_files.py).
 """
 
+import functools
+import multiprocessing
+import os
 import platform as host_platform
 import random
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +23,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import megatron_lt2
 from megatron_lt2.config.load import ConfigError, load_saved, to_yaml
 from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.orphans import die_with_parent
 from megatron_lt2.training import checkpoint_files as files
 from megatron_lt2.training.metrics import RunLog
 from megatron_lt2.training.optimizer_state import finish_load, prepare_for_load
@@ -47,7 +55,7 @@ class Checkpointer:
         self.saved_step: int | None = None
 
     def save(self, step: int, *, background: bool) -> None:
-        """Save the state after `step` steps; with `background` the writing goes on behind training."""
+        """Save the state after `step` steps; with `background`, write it behind training."""
         if step == self.saved_step:
             return
         self.finish_pending(blocking=True)
@@ -58,6 +66,7 @@ class Checkpointer:
             temporary.mkdir(parents=True)
             (temporary / "run_config.yaml").write_text(to_yaml(self.config))
         dist.barrier()
+        _start_results_queue()
         request = dist_checkpointing.save(
             self._state(step, loading=False),
             str(temporary),
@@ -81,7 +90,7 @@ class Checkpointer:
 
         request.add_finalize_fn(publish)
         if background:
-            self._queue.schedule_async_request(request)
+            self._queue.schedule_async_request(_ending_with_this_process(request))
             self.log.say(f"checkpoint {files.folder_name(step)} is being written")
         else:
             request.execute_sync()
@@ -97,7 +106,7 @@ class Checkpointer:
         self._queue.close()
 
     def load_newest(self) -> int:
-        """Restore the newest complete checkpoint of the run folder; returns its step, 0 without one.
+        """Restore the newest complete checkpoint of the run; returns its step, 0 without one.
 
         Raises:
             ConfigError: it belongs to another model.
@@ -133,11 +142,11 @@ class Checkpointer:
             "training": ("global_batch_size", "seed"),
         }.items():
             then, now = getattr(saved, section), getattr(self.config, section)
-            for name in names or vars(now):
-                if getattr(then, name) != getattr(now, name):
+            for name, old, new in _differences(then, now, section):
+                if names is None or name.split(".")[1] in names:
                     raise ConfigError(
-                        f"{folder}: was trained with {section}.{name} {getattr(then, name)!r}, now it "
-                        f"is {getattr(now, name)!r}; use another run_dir or the old value"
+                        f"{folder}: was trained with {name} {old!r}, now it is {new!r}; "
+                        "use another run_dir or the old value"
                     )
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -147,8 +156,8 @@ class Checkpointer:
         if not same_layout:
             template.pop("rng")
             self.log.say(
-                f"the checkpoint was written as {manifest['layout']}, this run is {self._layout()}: "
-                "weights and optimizer are resharded, random states start anew"
+                f"the checkpoint was written as {manifest['layout']}, this run is "
+                f"{self._layout()}: weights and optimizer are resharded, random states start anew"
             )
         state = dist_checkpointing.load(template, str(folder))
         with torch.no_grad():
@@ -199,6 +208,37 @@ class Checkpointer:
             "rng": ShardedObject("rng", _rng_state(), (world,), (rank,)),
             "step": step,
         }
+
+
+def _differences(then: Any, now: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Dotted name and both values of each setting in which two dataclasses differ."""
+    for name, new in vars(now).items():
+        old = getattr(then, name)
+        if is_dataclass(new):
+            yield from _differences(old, new, f"{prefix}.{name}")
+        elif old != new:
+            yield f"{prefix}.{name}", old, new
+
+
+def _start_results_queue() -> None:
+    """megatron-core 0.19.2 starts this process itself, but it would outlive a killed rank."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(initializer=die_with_parent, initargs=(os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+
+
+def _ending_with_this_process(request: Any) -> Any:
+    """The same request, whose writing process is killed when this rank is."""
+    if request.async_fn is None:
+        return request
+    write = functools.partial(_write_as_child, os.getpid(), request.async_fn)
+    return request._replace(async_fn=write)
+
+
+def _write_as_child(parent: int, write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    die_with_parent(parent)
+    write(*args, **kwargs)
 
 
 def _rng_state() -> dict[str, Any]:

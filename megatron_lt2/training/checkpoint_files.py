@@ -66,7 +66,7 @@ def complete_checkpoints(checkpoints: str | Path) -> tuple[list[Path], list[str]
 
 
 def newest_complete(checkpoints: str | Path) -> Path | None:
-    """The newest complete checkpoint folder. `latest` may lag behind it by one; the files decide."""
+    """The newest complete checkpoint folder. `latest` may lag behind by one; the files decide."""
     good, _ = complete_checkpoints(checkpoints)
     return good[-1] if good else None
 

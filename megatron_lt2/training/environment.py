@@ -25,7 +25,9 @@ STEERING = ("LT2_", "SLURM_JOB_ID", "SLURM_NNODES", "CUDA_VISIBLE", "NCCL_", "OM
 
 APEX = {
     "nvidia": "NVIDIA Apex, used by megatron-core",
-    "unrelated": "PyPI's `apex`, an unrelated package, ignored; NVIDIA's is built from its repository",
+    "unrelated": (
+        "PyPI's `apex`, an unrelated package, ignored; NVIDIA's is built from its repository"
+    ),
     None: "absent",
 }
 

@@ -49,11 +49,19 @@ class Trainer:
         self.parts = build_parts(config)
         self.checkpoints = Checkpointer(config, self.parts, log)
         self.unigram = self._unigram()
+        self.first_step = 0
+
+    def restore(self) -> None:
+        """Take over the run's newest checkpoint, if there is one and the config asks for it.
+
+        Raises:
+            ConfigError: it belongs to another model.
+        """
+        self.first_step = self.checkpoints.load_newest() if self.config.checkpoint.resume else 0
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop."""
-        config, training = self.config, self.config.training
-        step = self.checkpoints.load_newest() if config.checkpoint.resume else 0
+        config, training, step = self.config, self.config.training, self.first_step
         self._describe(step)
         feed = self._feed(self.train_data, range(step, training.steps), config.data.num_workers)
         meter = _Meter(self)
@@ -115,7 +123,7 @@ class Trainer:
         return DataFeed(source, self.config, self.tokenizer.eos_id)
 
     def _unigram(self) -> float | None:
-        """Entropy of the validation labels taken one by one: what a model without context can reach."""
+        """Entropy of the validation labels one by one: what a model without context can reach."""
         training = self.config.training
         if self.valid_data is None or not training.eval_batches or not self.log.active:
             return None
@@ -129,9 +137,10 @@ class Trainer:
         config, model = self.config, self.config.model
         flops = training_flops_per_token(model, config.data.sequence_length)
         self.log.say(
-            f"{count_parameters(model):,} parameters, {model.num_layers} layers x {model.loops} loops, "
-            f"{flops / 1e9:.3g} GFLOP a token, {self.parts.dtype}, {self.parts.kernels} kernels, "
-            f"{dist.get_world_size()} ranks ({self.replicas} data-parallel), "
+            f"{count_parameters(model):,} parameters, {model.num_layers} layers x {model.loops} "
+            f"loops, {flops / 1e9:.3g} GFLOP a token, {self.parts.dtype}, "
+            f"{self.parts.kernels} kernels, {dist.get_world_size()} ranks "
+            f"({self.replicas} data-parallel), "
             f"{self.micro_batches} micro-batches of {config.training.micro_batch_size} a step"
         )
         self.log.record(

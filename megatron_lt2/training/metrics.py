@@ -1,4 +1,4 @@
-"""What a run reports: one clear console line an interval, metrics.jsonl (the source of truth), TensorBoard.
+"""What a run reports: one console line an interval, metrics.jsonl (the truth), TensorBoard.
 
 Only rank 0 writes; on the other ranks every call is a no-op.
 """
@@ -104,7 +104,7 @@ class RunLog:
 
 
 def console_line(step: int, total: int, values: dict[str, float | None]) -> str:
-    """step 20/400 (5%) | loss 5.1234 | grad norm 0.512 | lr 3.0e-04 | 81,920 tokens | 2,650 tok/s | ..."""
+    """step 20/400 (5%) | loss 5.1234 | grad norm 0.512 | lr 3.00e-04 | 81,920 tokens | ..."""
 
     def number(name: str) -> float:
         return float(values.get(name) or 0.0)

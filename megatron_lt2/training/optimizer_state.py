@@ -1,11 +1,12 @@
 """Loading optimizer state where neither Transformer Engine nor Apex brings an Adam of its own.
 
-megatron-core 0.19.2 then uses torch's AdamW, whose state has a `step` tensor a parameter. Its distributed
-optimizer trips over that in two places, both mended here on the optimizer at hand:
+megatron-core 0.19.2 then uses torch's AdamW, whose state has a `step` tensor a parameter. Its
+distributed optimizer trips over that in two places, both mended here on the optimizer at hand:
 
-- the reader copies every tensor of a parameter's state out of the checkpoint and looks for "step" there,
-  where it is not (it was restored before, from the parameter groups);
-- that restoring gives all parameters one shared tensor, which every parameter's update then increments.
+- the reader copies every tensor of a parameter's state out of the checkpoint and looks for "step"
+  there, where it is not (it was restored before, from the parameter groups);
+- that restoring gives all parameters one shared tensor, which every parameter's update then
+  increments.
 """
 
 import functools

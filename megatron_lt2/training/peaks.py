@@ -20,7 +20,7 @@ PEAK_TFLOPS_BF16 = {
 
 
 def peak_tflops(dtype: torch.dtype) -> tuple[float | None, str]:
-    """Peak of this rank's device in TFLOP/s and where the figure comes from; (None, why) if unknown."""
+    """Peak of this rank's device in TFLOP/s and its origin; (None, why) if unknown."""
     if not platform.has_gpu():
         return None, "n/a on CPU"
     name = torch.cuda.get_device_name()

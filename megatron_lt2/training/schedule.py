@@ -61,10 +61,12 @@ def build_optimizer(
     values.update(passthrough(config.megatron.optimizer, CoreOptimizerConfig, "optimizer", OWNED))
     known = {f.name for f in fields(CoreOptimizerConfig)}
     assert known >= set(values), "megatron-core renamed an optimizer setting"
-    # Matrices are decayed; what acts a channel or a head (norms, decay rates, conv taps, rho) is not.
+    # Matrices are decayed; what acts a channel or a head (norms, decay rates, conv taps, rho)
+    # is not.
     undecayed = ParamKey(predicate=ParamPredicate(name="per_channel", fn=_is_per_channel))
-    # A group of their own for what stays in fp32: megatron-core 0.19.2's distributed optimizer reorders a
-    # group that mixes dtypes and then saves it under the wrong order. The values repeat the defaults.
+    # A group of their own for what stays in fp32: megatron-core 0.19.2's distributed optimizer
+    # reorders a group that mixes dtypes and then saves it under the wrong order. The values repeat
+    # the defaults.
     decay = optimizer.weight_decay
     own_dtype = ParamPredicate(name="other_dtype", fn=lambda p: p.dtype != dtype)
     return get_megatron_optimizer(

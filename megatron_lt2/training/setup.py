@@ -42,8 +42,8 @@ def build_parts(config: RunConfig) -> TrainingParts:
     """Model with initial weights, DDP, optimizer and schedule, on this rank's device.
 
     Raises:
-        ConfigError: a megatron-core setting is unknown or contradicts the schema, or the kernels asked
-            for cannot run here; says what to change or install.
+        ConfigError: a megatron-core setting is unknown or contradicts the schema, or the kernels
+            asked for cannot run here; says what to change or install.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (

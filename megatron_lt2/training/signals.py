@@ -1,4 +1,4 @@
-"""Leaving early in good order: signals and time limits end in a saved checkpoint and a named exit code."""
+"""Leaving early in good order: signals and time limits end in a saved checkpoint and a code."""
 
 import signal
 import time
@@ -12,13 +12,14 @@ from megatron_lt2.parallel import platform
 EXIT_DONE = 0
 EXIT_USER_ERROR = 2
 EXIT_SAVED = 75
-"""The run is not finished but saved; starting the same command again continues it (sysexits' TEMPFAIL)."""
+"""The run is not finished but saved; the same command continues it (sysexits' TEMPFAIL)."""
 
 
 class ExitRequest:
     """Collects SIGUSR1, SIGTERM and the time limit; `agreed` makes all ranks stop at the same step.
 
-    The handler only sets a flag. A second SIGTERM has its usual effect, so that a stuck run can be ended.
+    The handler only sets a flag. A second SIGTERM has its usual effect, so that a stuck run
+    can be ended.
     """
 
     def __init__(self, after_minutes: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Data, tensor and sequence parallelism equal one rank: loss, every gradient, weights after steps."""
+"""Data, tensor and sequence parallelism equal one rank: loss, gradients, weights after steps."""
 
 from dataclasses import replace
 
@@ -103,7 +103,8 @@ def test_distributed_optimizer_equals_single_rank(world, parallel):
     norms, expected = run_ranks(1, _weights_after_steps, config, steps)[0]
     results = run_ranks(world, _weights_after_steps, replace(config, parallel=parallel), steps)
     for got_norms, weights in results:
-        # Another micro-batch size on one rank moves the norms by 2e-5: rounding, through three steps.
+        # Another micro-batch size on one rank moves the norms by 2e-5: rounding, through three
+        # steps of it.
         assert got_norms == pytest.approx(norms, rel=3e-4)
         for key, weight in weights.items():
             difference = np.abs(weight - expected[key])

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.parity_run OUTPUT.npz [--break NAME ...]
 
-The device is the GPU (bf16, FLA kernels) or, with LT2_FORCE_CPU=1, the CPU (fp32, plain torch). Each name
-given with --break also runs the model with that fault and adds `NAME/...` entries.
+The device is the GPU (bf16, FLA kernels) or, with LT2_FORCE_CPU=1, the CPU (fp32, plain torch).
+Each name given with --break also runs the model with that fault and adds `NAME/...` entries.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import torch  # noqa: E402
 from megatron_lt2.config.schema import ModelConfig, RunConfig  # noqa: E402
 from megatron_lt2.mixers import gdn  # noqa: E402
 from tests import tiny_run  # noqa: E402
-from tests.tiny_run import (
+from tests.tiny_run import (  # noqa: E402
     build,
     feed_of,
-    random_batch,
     global_tensors,
     micro_batch_count,
+    random_batch,
     tiny_config,
-)  # noqa: E402
+)
 
 
 def parity_config() -> RunConfig:

@@ -1,4 +1,4 @@
-"""bf16 training on the GPU agrees with the fp32 reference on the CPU, and a broken mixer does not."""
+"""bf16 training on the GPU agrees with fp32 on the CPU, and a broken mixer does not."""
 
 import os
 import subprocess

@@ -1,0 +1,213 @@
+"""Who may import whom, as docs/architecture.md says; read from the source, nothing is imported."""
+
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("megatron_lt2", "data_prep", "checkpoints_tools")
+NUMERIC = ("torch", "numpy")
+CONFIG = "megatron_lt2.config"
+ATOMIC = "megatron_lt2.atomic"
+ORPHANS = "megatron_lt2.orphans"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute, and where it stands."""
+
+    name: str
+    file: Path
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a folder may import: module prefixes of ours, and of others."""
+
+    ours: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+RULES = {
+    "megatron_lt2/ops": Rule((), ("torch",)),
+    "megatron_lt2/kernels": Rule(("megatron_lt2.ops",), ("torch", "packaging", "fla")),
+    "megatron_lt2/hf": Rule(("megatron_lt2.ops",), ("torch", "transformers", "fla")),
+    "megatron_lt2/config": Rule(
+        ("megatron_lt2.mixers.registry", "megatron_lt2.model.pattern"), ("yaml", "jsonargparse")
+    ),
+    "megatron_lt2/mixers": Rule(
+        ("megatron_lt2.config.schema", "megatron_lt2.kernels", "megatron_lt2.ops"),
+        ("torch", "megatron.core"),
+    ),
+    "megatron_lt2/model": Rule(
+        ("megatron_lt2.config.schema", "megatron_lt2.mixers"), ("torch", "megatron.core")
+    ),
+    "megatron_lt2/data": Rule((CONFIG, ATOMIC), (*NUMERIC, "megatron.core", "tokenizers")),
+    "megatron_lt2/parallel": Rule(("megatron_lt2.config.schema",), ("torch", "megatron.core")),
+    "megatron_lt2/training": Rule(
+        (
+            CONFIG,
+            ATOMIC,
+            ORPHANS,
+            "megatron_lt2.__version__",
+            *(f"megatron_lt2.{name}" for name in ("data", "kernels", "model", "parallel")),
+        ),
+        (*NUMERIC, "megatron.core", "tqdm"),
+    ),
+    "megatron_lt2/tools": Rule((ORPHANS,), ("torch", "transformers", "matplotlib")),
+    "data_prep": Rule(
+        (ATOMIC, "megatron_lt2.data.manifest", "megatron_lt2.data.tokenizer"),
+        ("numpy", "pyarrow", "tokenizers", "tqdm", "zstandard"),
+    ),
+    "checkpoints_tools": Rule(
+        (
+            CONFIG,
+            ATOMIC,
+            "megatron_lt2.__version__",
+            "megatron_lt2.data.tokenizer",
+            "megatron_lt2.hf",
+            "megatron_lt2.model.pattern",
+            "megatron_lt2.ops",
+            "megatron_lt2.tools.metrics_file",
+            "megatron_lt2.training.checkpoint_files",
+        ),
+        ("torch", "safetensors", "tqdm", "transformers"),
+    ),
+}
+
+# What names a process group. A layer gets its own from megatron-core, in `pg_collection`.
+GROUPS = ("torch.distributed", "megatron.core.parallel_state")
+KNOW_GROUPS = ("megatron_lt2/parallel", "megatron_lt2/training")
+# Reads checkpoint files in one process.
+NOT_A_GROUP = "torch.distributed.checkpoint"
+
+
+def files_of(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def imports_of(file: Path, text: str | None = None) -> list[Import]:
+    """Every import of a file, relative ones made absolute; bare `import a` in functions too."""
+    tree = ast.parse(file.read_text(encoding="utf-8") if text is None else text)
+    package = list(file.relative_to(ROOT).with_suffix("").parts[:-1])
+    found: list[Import] = []
+
+    def visit(node: ast.AST, inside: bool) -> None:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{prefix}.{alias.name}" for alias in node.names]
+        found.extend(Import(name, file, node.lineno, inside) for name in names)
+        deeper = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for child in ast.iter_child_nodes(node):
+            visit(child, deeper)
+
+    visit(tree, False)
+    return found
+
+
+def within(name: str, prefixes: tuple[str, ...]) -> bool:
+    return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def broken(folder: str, rule: Rule, imports: list[Import]) -> list[str]:
+    """The imports that the rule forbids."""
+    own = folder.replace("/", ".")
+    bad = []
+    for item in imports:
+        if item.name.split(".")[0] in sys.stdlib_module_names:
+            continue
+        if item.name in ("megatron_lt2", "__future__"):  # the version
+            continue
+        allowed = (own, *rule.ours) if within(item.name, OURS) else rule.others
+        if not within(item.name, allowed):
+            bad.append(str(item))
+    return bad
+
+
+@pytest.mark.parametrize("folder", RULES)
+def test_a_folder_imports_what_it_may(folder: str) -> None:
+    files = files_of(folder)
+    assert files
+    imports = [item for file in files for item in imports_of(file)]
+    assert broken(folder, RULES[folder], imports) == []
+
+
+def test_every_folder_has_a_rule() -> None:
+    packages = {p.parent for name in OURS for p in (ROOT / name).rglob("__init__.py")}
+    covered = {ROOT / folder for folder in RULES} | {ROOT / "megatron_lt2"}
+    uncovered = {p for p in packages if not any(c == p or c in p.parents for c in covered)}
+    assert uncovered == set()
+    assert {p for p in packages if p.parent == ROOT / "megatron_lt2"} <= covered
+
+
+def test_only_two_folders_know_process_groups() -> None:
+    outside = [
+        file
+        for name in OURS
+        for file in files_of(name)
+        if not str(file.relative_to(ROOT)).startswith(KNOW_GROUPS)
+    ]
+    assert len(outside) > 50
+    named = []
+    for file in outside:
+        named += [
+            str(item)
+            for item in imports_of(file)
+            if within(item.name, GROUPS) and not within(item.name, (NOT_A_GROUP,))
+        ]
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+                named.append(f"{file.relative_to(ROOT)}:{node.lineno}: torch.distributed")
+    assert named == []
+
+
+@pytest.mark.parametrize("folder", ["megatron_lt2/ops", "megatron_lt2/hf"])
+def test_what_travels_with_exports_is_imported_relatively(folder: str) -> None:
+    for file in files_of(folder):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert not (node.module or "").startswith("megatron_lt2"), f"{file}:{node.lineno}"
+
+
+def test_fla_is_imported_when_a_kernel_runs_only() -> None:
+    found = [item for name in OURS for file in files_of(name) for item in imports_of(file)]
+    fla = [item for item in found if within(item.name, ("fla", "triton"))]
+    assert len(fla) >= 4
+    assert [str(item) for item in fla if not item.in_function] == []
+
+
+@pytest.mark.parametrize("file", ["atomic.py", "orphans.py", "tools/spawn.py"])
+def test_these_need_the_standard_library_only(file: str) -> None:
+    imports = imports_of(ROOT / "megatron_lt2" / file)
+    assert imports
+    known = (*sys.stdlib_module_names, ATOMIC, ORPHANS)
+    assert [str(item) for item in imports if not within(item.name, known)] == []
+
+
+@pytest.mark.parametrize(
+    "folder, line",
+    [
+        ("megatron_lt2/ops", "from megatron_lt2.kernels import gdn"),
+        ("megatron_lt2/ops", "from ..kernels.gdn import gated_delta_rule"),
+        ("megatron_lt2/ops", "def f():\n    import numpy"),
+        ("megatron_lt2/model", "from megatron_lt2.parallel import platform"),
+        ("megatron_lt2/mixers", "from ..training import setup"),
+        ("megatron_lt2/config", "import torch"),
+        ("data_prep", "from megatron_lt2.data import datasets"),
+    ],
+)
+def test_the_reader_sees_a_forbidden_import(folder: str, line: str) -> None:
+    imports = imports_of(ROOT / folder / "example.py", line)
+    assert len(broken(folder, RULES[folder], imports)) == 1

@@ -1,0 +1,261 @@
+"""Every refusal of the config checks names the setting, its value and what to do."""
+
+import functools
+
+import pytest
+
+from megatron_lt2.config.checks import check_config, data_parallel_size
+from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.parallel import platform
+from tests.tiny_run import tiny_config
+
+# Head counts come from the mixers, which import megatron-core.
+platform.install()
+
+TRANSFORMER = "megatron.transformer"
+POSITIVE = "it must be greater than 0"
+NOT_NEGATIVE = "it must be 0 or more"
+
+
+def _with(changes):
+    config = tiny_config()
+    for setting, value in changes.items():
+        *path, name = setting.split(".")
+        setattr(functools.reduce(getattr, path, config), name, value)
+    return config
+
+
+def test_the_tiny_and_the_default_config_pass():
+    check_config(tiny_config(), 2)
+    check_config(RunConfig(), 8, need_data=False)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.num_layers",
+        "model.hidden_size",
+        "model.num_heads",
+        "model.loops",
+        "model.gdn.conv_size",
+        "data.sequence_length",
+        "training.steps",
+        "training.global_batch_size",
+        "training.micro_batch_size",
+        "parallel.tensor",
+        "parallel.pipeline",
+        "parallel.context",
+        "logging.interval",
+        "optimizer.lr",
+    ],
+)
+@pytest.mark.parametrize("value", [0, -2])
+def test_must_be_positive(setting, value):
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with({setting: value}), 1)
+    assert str(caught.value) == f"{setting} is {value}; {POSITIVE}"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "training.eval_interval",
+        "training.eval_batches",
+        "checkpoint.interval",
+        "checkpoint.keep",
+        "optimizer.warmup_steps",
+        "optimizer.clip_grad",
+        "data.num_workers",
+    ],
+)
+def test_must_not_be_negative(setting):
+    check_config(_with({setting: 0}), 1)
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with({setting: -1}), 1)
+    assert str(caught.value) == f"{setting} is -1; {NOT_NEGATIVE}"
+
+
+# changes, ranks, parts of the message: setting and value, then the fix
+REFUSALS = {
+    "sandwich norm": (
+        {"model.norm_mode": "sandwich"},
+        1,
+        ["model.norm_mode 'sandwich'", "set it to 'pre'"],
+    ),
+    "norm between loops": (
+        {"model.inter_loop_norm": True},
+        1,
+        ["model.inter_loop_norm true", "set it to false"],
+    ),
+    "exit gate": ({"model.exit_gate": True}, 1, ["model.exit_gate true", "set it to false"]),
+    "exit loss": ({"model.loss": "exits"}, 1, ["model.loss 'exits'", "set it to 'final'"]),
+    "pipeline": ({"parallel.pipeline": 2}, 2, ["parallel.pipeline 2", "set it to 1"]),
+    "context": ({"parallel.context": 2}, 2, ["parallel.context 2", "set it to 1"]),
+    "fp8": (
+        {TRANSFORMER: {"fp8": "hybrid"}},
+        1,
+        ["megatron.transformer.fp8 'hybrid'", "leave it out"],
+    ),
+    "experts": (
+        {TRANSFORMER: {"num_moe_experts": 4}},
+        1,
+        ["megatron.transformer.num_moe_experts 4", "leave it out"],
+    ),
+    "width and heads": (
+        {"model.hidden_size": 33},
+        1,
+        ["model.hidden_size 33", "model.num_heads 4", "set model.head_dim"],
+    ),
+    "key/value heads": (
+        {"model.num_kv_heads": 3},
+        1,
+        ["model.num_heads 4", "model.num_kv_heads 3", "choose a divisor of 4"],
+    ),
+    "odd head": (
+        {"model.head_dim": 7},
+        1,
+        ["attention head dimension is 7", "set model.head_dim"],
+    ),
+    "unknown mixer": (
+        {"model.pattern": "gdn+mamba"},
+        1,
+        ["model.pattern 'gdn+mamba'", "'mamba'", "known are full, gdn"],
+    ),
+    "length of a list": (
+        {"model.pattern": ["gdn", "full"]},
+        1,
+        ["model.pattern lists 2", "model.num_layers 3", "make the two equal"],
+    ),
+    "odd keys": ({"model.gdn.head_k_dim": 5}, 1, ["5 key channels", "set model.gdn.head_k_dim"]),
+    "odd values": (
+        {"model.gdn.expand_v": 1.5},
+        1,
+        ["9 value channels", "model.gdn.expand_v"],
+    ),
+    "wide keys": (
+        {"model.gdn.head_k_dim": 258},
+        1,
+        ["258 key channels", "use more model.gdn.num_heads"],
+    ),
+    "ranks": (
+        {"parallel.tensor": 2},
+        3,
+        ["3 ranks", "parallel.tensor 2", "start a multiple of 2"],
+    ),
+    "sequence without tensor": (
+        {"parallel.sequence": True},
+        1,
+        ["parallel.sequence true", "parallel.tensor of 2 or more", "set it to false"],
+    ),
+    "tensor and heads": (
+        {"parallel.tensor": 4, "model.pattern": "full"},
+        4,
+        ["model.num_kv_heads 2", "parallel.tensor 4", "choose a tensor-parallel size"],
+    ),
+    "tensor and linear heads": (
+        {"parallel.tensor": 2, "model.gdn.num_heads": 3},
+        2,
+        ["model.gdn.num_heads 3", "parallel.tensor 2", "choose a tensor-parallel size"],
+    ),
+    "tensor and ffn": (
+        {"parallel.tensor": 2, "model.ffn_hidden_size": 47},
+        2,
+        ["model.ffn_hidden_size 47", "parallel.tensor 2", "choose a multiple"],
+    ),
+    "sequence shards": (
+        {"parallel.tensor": 2, "parallel.sequence": True, "data.sequence_length": 25},
+        2,
+        ["data.sequence_length 25", "parallel.tensor 2", "choose a multiple"],
+    ),
+    "batch": (
+        {"training.global_batch_size": 6, "training.micro_batch_size": 2},
+        2,
+        [
+            "training.global_batch_size 6",
+            "training.micro_batch_size 2",
+            "2 data-parallel ranks",
+            "choose a multiple of 4",
+        ],
+    ),
+    "warm-up": (
+        {"optimizer.warmup_steps": 10},
+        1,
+        ["optimizer.warmup_steps 10", "training.steps 10", "make it smaller"],
+    ),
+    "decay": (
+        {"optimizer.schedule": "wsd", "optimizer.warmup_steps": 4, "optimizer.decay_steps": 7},
+        1,
+        ["optimizer.decay_steps 7", "training.steps 10", "4 warm-up steps", "make it smaller"],
+    ),
+    "final rate": (
+        {"optimizer.min_lr": 0.5},
+        1,
+        ["optimizer.min_lr 0.5", "optimizer.lr 0.01", "lower it"],
+    ),
+    "no data": ({"data.path": []}, 1, ["data.path is empty", "pass --data.path PREFIX"]),
+    "number of weights": (
+        {"data.weights": [0.5, 0.5]},
+        1,
+        ["data.weights has 2", "1 prefixes", "give one a prefix"],
+    ),
+    "zero weight": (
+        {"data.path": ["a", "b"], "data.weights": [1.0, 0.0]},
+        1,
+        ["data.weights [1.0, 0.0]", "greater than 0"],
+    ),
+    "two shares": ({"data.split": "98,2"}, 1, ["data.split '98,2'", "write it like '98,2,0'"]),
+    "no numbers": ({"data.split": "a,b,c"}, 1, ["data.split 'a,b,c'", "write it like '98,2,0'"]),
+    "negative share": (
+        {"data.split": "98,-2,4"},
+        1,
+        ["data.split '98,-2,4'", "write it like '98,2,0'"],
+    ),
+    "no training part": (
+        {"data.split": "0,98,2"},
+        1,
+        ["data.split '0,98,2'", "write it like '98,2,0'"],
+    ),
+    "no validation part": (
+        {"data.split": "98,0,2", "training.eval_batches": 1},
+        1,
+        ["data.split '98,0,2'", "training.eval_batches 0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal_names_setting_value_and_fix(name):
+    changes, ranks, parts = REFUSALS[name]
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with(changes), ranks)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    "changes, ranks",
+    [
+        ({"model.hidden_size": 33, "model.head_dim": 8, "model.gdn.head_k_dim": 6}, 1),
+        ({"model.pattern": "full", "model.gdn.head_k_dim": 5}, 1),
+        ({"parallel.tensor": 2, "parallel.sequence": True}, 4),
+        ({"parallel.tensor": 2, "model.pattern": "full", "model.gdn.num_heads": 3}, 2),
+        ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": 4, "optimizer.decay_steps": 6}, 1),
+        ({"data.split": "98,0,2", "training.eval_batches": 0}, 1),
+        ({"data.path": ["a", "b"], "data.weights": [1.0, 3.0]}, 1),
+        ({TRANSFORMER: {"fp8": None, "recompute_granularity": "full"}}, 1),
+    ],
+)
+def test_what_looks_similar_but_works_passes(changes, ranks):
+    check_config(_with(changes), ranks)
+
+
+def test_data_is_only_needed_for_training():
+    check_config(_with({"data.path": []}), 1, need_data=False)
+
+
+def test_data_parallel_size_is_what_tensor_parallelism_leaves():
+    assert data_parallel_size(_with({"parallel.tensor": 2}), 6) == 3
+    assert data_parallel_size(tiny_config(), 5) == 5

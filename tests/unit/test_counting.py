@@ -1,0 +1,190 @@
+"""Declared costs against real models: parameters exactly, operations by torch's counter.
+
+The counter sees matrix products as they are executed. The differences from what is declared are
+exact and known: the head also multiplies the padding rows of the vocabulary; attention's
+fused kernel is not seen on CPU, and its plain form fills the whole square of scores where a causal
+query needs half; the chunked recurrence does other products than the plain recurrence, which is
+what is declared, so only its step form is comparable.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_lt2.config.schema import AttentionConfig, GDNConfig, ModelConfig
+from megatron_lt2.parallel import platform
+from tests.ranks import run_ranks
+from tests.tiny_run import tiny_config
+
+platform.install()
+
+from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer  # noqa: E402
+from megatron_lt2.model.core_config import padded_vocab_size  # noqa: E402
+from megatron_lt2.model.counting import (  # noqa: E402
+    count_parameters,
+    estimate_memory,
+    forward_flops_per_token,
+    training_flops_per_token,
+)
+from megatron_lt2.model.pattern import expand_pattern  # noqa: E402
+
+TINY = tiny_config().model
+GATE_OFF = AttentionConfig(output_gate=False)
+SHAPES = {
+    "grouped queries": TINY,
+    "a key for each query": replace(TINY, num_kv_heads=None),
+    "one key": replace(TINY, num_kv_heads=1, pattern="full"),
+    "head dimension": replace(TINY, head_dim=6, pattern="full"),
+    "untied": replace(TINY, tie_embeddings=False),
+    "gate off": replace(TINY, attention=GATE_OFF),
+    "no loop residual": replace(TINY, loop_residual="none"),
+    "five loops": replace(TINY, loops=5),
+    "gdn only": replace(TINY, pattern="gdn"),
+    "gdn geometry": replace(
+        TINY, pattern="gdn", gdn=GDNConfig(num_heads=3, head_k_dim=4, expand_v=1.5, conv_size=3)
+    ),
+    "full only": replace(TINY, pattern="full"),
+    "a list": replace(TINY, pattern=["full", "gdn", "gdn"]),
+    "ffn by the rule": replace(TINY, ffn_hidden_size=None),
+}
+
+
+def _real_counts(rank, world, config, shapes):
+    """Parameters of the real models and the rows of padding that they hold."""
+    from megatron_lt2.parallel.start import start_ranks
+    from megatron_lt2.training.setup import build_parts
+
+    start_ranks(config.parallel, 1)
+    counts = []
+    for model in shapes:
+        config.model = model
+        real = build_parts(config).model
+        tables = [p for n, p in real.named_parameters() if "embedding" in n or "output_layer" in n]
+        padding = sum(t.shape[0] - model.vocab_size for t in tables) * model.hidden_size
+        assert padding > 0
+        counts.append(sum(p.numel() for p in real.parameters()) - padding)
+    return counts
+
+
+def test_declared_parameters_are_those_of_the_real_model():
+    counts = run_ranks(1, _real_counts, tiny_config(), list(SHAPES.values()))[0]
+    declared = [count_parameters(model) for model in SHAPES.values()]
+    assert dict(zip(SHAPES, declared, strict=True)) == dict(zip(SHAPES, counts, strict=True))
+    assert len(set(counts)) > 8
+
+
+@pytest.mark.parametrize(
+    "pattern, gate, billions",
+    [("full", False, 1.342), ("gdn", True, 1.520), ("4*gdn+full", True, 1.503)],
+)
+def test_the_papers_sizes(pattern, gate, billions):
+    model = ModelConfig(
+        vocab_size=128256, pattern=pattern, attention=AttentionConfig(output_gate=gate)
+    )
+    assert count_parameters(model) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def _counted(rank, world, config, cases):
+    """Operations a token that the counter sees: (plain products, all with unfused attention)."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron_lt2.parallel.start import start_ranks
+    from megatron_lt2.training.setup import build_parts
+
+    start_ranks(config.parallel, 1)
+    result = []
+    for model, length in cases:
+        config.model = model
+        real = build_parts(config).model
+        tokens = torch.arange(length)[None] % model.vocab_size
+        positions = torch.arange(length)[None]
+        with (
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
+            real(tokens, positions)
+        counts = counter.get_flop_counts()["Global"]
+        result.append((counts[torch.ops.aten.mm] / length, counter.get_total_flops() / length))
+    return result
+
+
+def _beyond_matrices(model, length, only=None):
+    names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
+    names = [name for name in names if only in (None, name)]
+    return model.loops * sum(get_mixer(name).token_flops(model, length) for name in names)
+
+
+def test_declared_operations_are_those_of_the_real_model():
+    config = tiny_config()
+    cases = [
+        (replace(TINY, pattern=pattern, loops=loops, **more), length)
+        for pattern, loops, length, more in [
+            ("full", 1, 24, {}),
+            ("full", 3, 37, {}),
+            ("full", 2, 24, {"attention": GATE_OFF, "num_kv_heads": 1}),
+            ("gdn+full", 2, 24, {}),
+            ("gdn+full", 3, 37, {"tie_embeddings": False}),
+            ("gdn", 2, 24, {}),
+        ]
+    ]
+    counted = run_ranks(1, _counted, config, cases)[0]
+    for (model, length), (products, everything) in zip(cases, counted, strict=True):
+        declared = forward_flops_per_token(model, length)
+        config.model = model
+        padding = 2 * (padded_vocab_size(config) - model.vocab_size) * model.hidden_size
+        assert products == declared - _beyond_matrices(model, length) + padding
+        if model.pattern == "full":
+            # Twice the causal half: the square of scores has `length` keys a query.
+            square = _beyond_matrices(model, length) * 2 * length / (length + 1)
+            assert everything - products == pytest.approx(square, rel=1e-9)
+        else:
+            assert everything - products > _beyond_matrices(model, length, "full")
+
+
+@pytest.mark.parametrize("pattern", ["full", "gdn", "gdn+full"])
+def test_operations_are_linear_in_loops(pattern):
+    def at(loops):
+        return forward_flops_per_token(replace(TINY, pattern=pattern, loops=loops), 24)
+
+    head = 2 * TINY.vocab_size * TINY.hidden_size
+    for loops in (2, 3, 7):
+        assert at(loops) - head == pytest.approx(loops * (at(1) - head), rel=1e-12)
+
+
+def test_only_attention_grows_with_the_length():
+    for pattern, grows in (("full", True), ("gdn", False)):
+        model = replace(TINY, pattern=pattern)
+        short, long = (forward_flops_per_token(model, length) for length in (100, 200))
+        assert (long > short) == grows
+
+
+def test_recurrence_counts_three_products_with_the_state():
+    model = replace(TINY, pattern="gdn", loops=1)
+    heads, k, v, taps = 4, 6, 12, 4
+    recurrence, conv = 3 * 2 * heads * k * v, 2 * heads * (2 * k + v) * taps
+    assert get_mixer("gdn").token_flops(model, 24) == recurrence + conv
+
+
+def test_training_costs_three_forwards():
+    assert training_flops_per_token(TINY, 24) == 3 * forward_flops_per_token(TINY, 24)
+
+
+def test_memory_estimate_follows_the_shards():
+    config = tiny_config()
+    count = count_parameters(config.model)
+    one = estimate_memory(config, 1, 4)
+    assert (one.parameters, one.gradients, one.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert one.total == sum(
+        (one.parameters, one.gradients, one.optimizer, one.activations, one.logits)
+    )
+    config.parallel.distributed_optimizer = True
+    four = estimate_memory(config, 4, 2)
+    # bf16 weights have fp32 master weights besides Adam's two moments.
+    assert (four.parameters, four.optimizer) == (2 * count, 12 * count / 4)
+    config.parallel.tensor = 2
+    assert estimate_memory(config, 4, 2).parameters == count
+    config.megatron.transformer = {"recompute_granularity": "full"}
+    assert estimate_memory(config, 4, 2).activations < four.activations / 4

@@ -1,0 +1,80 @@
+"""What the mixers refuse, and what they tell about themselves."""
+
+import pytest
+import torch
+
+from megatron_lt2.config.schema import ParallelConfig
+from megatron_lt2.parallel import platform
+from tests.ranks import run_ranks
+from tests.tiny_run import tiny_config
+
+platform.install()
+
+from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer  # noqa: E402
+
+
+def _refusal(rank, world, config):
+    from tests.tiny_run import build
+
+    try:
+        build(config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "parallel, heads, message",
+    [
+        (
+            ParallelConfig(tensor=2, distributed_optimizer=False),
+            3,
+            "a linear mixer with 3 heads cannot be split over 2 tensor-parallel ranks; "
+            "choose a divisor of 3",
+        ),
+        (
+            ParallelConfig(context=2, distributed_optimizer=False),
+            4,
+            "context_parallel_size 2 is not supported by the linear mixers; set it to 1",
+        ),
+    ],
+    ids=["heads", "context parallelism"],
+)
+def test_linear_mixers_refuse(parallel, heads, message):
+    config = tiny_config(parallel=parallel)
+    config.model.pattern = "gdn"
+    config.model.gdn.num_heads = heads
+    for refusal in run_ranks(2, _refusal, config):
+        # megatron-core appends what it was building.
+        assert refusal.startswith(message)
+
+
+def _with_a_cache(rank, world, config):
+    from tests.tiny_run import build
+
+    mixer = build(config).model.decoder.layers[0].self_attention
+    try:
+        mixer(torch.zeros(3, 1, config.model.hidden_size), inference_context=object())
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_linear_mixers_have_no_inference_cache():
+    assert "export the model" in run_ranks(1, _with_a_cache, tiny_config())[0]
+
+
+def test_every_mixer_names_the_settings_of_its_heads():
+    model = tiny_config().model
+    assert set(MIXER_NAMES) == {"full", "gdn"}
+    assert get_mixer("full").heads(model) == {"model.num_heads": 4, "model.num_kv_heads": 2}
+    assert get_mixer("gdn").heads(model) == {"model.gdn.num_heads": 4}
+    model.gdn.num_heads = 3
+    assert get_mixer("gdn").heads(model) == {"model.gdn.num_heads": 3}
+
+
+def test_matrices_are_part_of_the_parameters():
+    model = tiny_config().model
+    for name in MIXER_NAMES:
+        mixer = get_mixer(name)
+        assert 0 < mixer.matrix_parameters(model) <= mixer.parameters(model)
