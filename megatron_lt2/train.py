@@ -47,7 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, _UserError) as error:
         # Every rank finds the same mistake; one a node says so.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        return fail(error, say=local_rank == "0")
+        code = fail(error, say=local_rank == "0")
+        _leave_process_group()
+        return code
+
+
+def _leave_process_group() -> None:
+    """Quietly, or NCCL warns about it after the one line that matters."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 class _UserError(ValueError):

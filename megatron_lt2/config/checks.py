@@ -4,6 +4,8 @@ Each refusal is one sentence: the setting, its value, what to do. Settings that 
 schema but not served by this version are refused here too, never ignored.
 """
 
+import math
+
 from megatron_lt2.config.load import ConfigError
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
@@ -21,7 +23,7 @@ def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) 
     Raises:
         ConfigError: names the setting, the value and the fix.
     """
-    _check_positive(config)
+    _check_ranges(config)
     _check_supported(config)
     _check_model(config.model)
     _check_parallel(config, world_size)
@@ -34,36 +36,69 @@ def _refuse(message: str) -> None:
     raise ConfigError(message)
 
 
-def _check_positive(config: RunConfig) -> None:
-    for name, value in {
-        "model.num_layers": config.model.num_layers,
-        "model.hidden_size": config.model.hidden_size,
-        "model.num_heads": config.model.num_heads,
-        "model.loops": config.model.loops,
-        "model.gdn.conv_size": config.model.gdn.conv_size,
+def _check_ranges(config: RunConfig) -> None:
+    """Single values that mean nothing; None stands for a default and is always in range."""
+    model, optimizer, training = config.model, config.optimizer, config.training
+    positive = {
+        "model.num_layers": model.num_layers,
+        "model.hidden_size": model.hidden_size,
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.head_dim": model.head_dim,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.vocab_size": model.vocab_size,
+        "model.loops": model.loops,
+        "model.norm_eps": model.norm_eps,
+        "model.rope.theta": model.rope.theta,
+        "model.init.std": model.init.std,
+        "model.init.cutoff": model.init.cutoff,
+        "model.gdn.num_heads": model.gdn.num_heads,
+        "model.gdn.head_k_dim": model.gdn.head_k_dim,
+        "model.gdn.expand_v": model.gdn.expand_v,
+        "model.gdn.conv_size": model.gdn.conv_size,
+        "model.gdn.norm_eps": model.gdn.norm_eps,
+        "model.gdn.a_init_max": model.gdn.a_init_max,
+        "model.gdn.dt_min": model.gdn.dt_min,
         "data.sequence_length": config.data.sequence_length,
-        "training.steps": config.training.steps,
-        "training.global_batch_size": config.training.global_batch_size,
-        "training.micro_batch_size": config.training.micro_batch_size,
+        "training.steps": training.steps,
+        "training.global_batch_size": training.global_batch_size,
+        "training.micro_batch_size": training.micro_batch_size,
+        "training.exit_after_minutes": training.exit_after_minutes,
+        "training.stop_step": training.stop_step,
         "parallel.tensor": config.parallel.tensor,
         "parallel.pipeline": config.parallel.pipeline,
         "parallel.context": config.parallel.context,
+        "optimizer.lr": optimizer.lr,
+        "optimizer.eps": optimizer.eps,
+        "optimizer.decay_steps": optimizer.decay_steps,
         "logging.interval": config.logging.interval,
-        "optimizer.lr": config.optimizer.lr,
-    }.items():
-        if value <= 0:
+        "logging.peak_tflops": config.logging.peak_tflops,
+    }
+    for name, value in positive.items():
+        if value is not None and not 0 < value < math.inf:
             _refuse(f"{name} is {value}; it must be greater than 0")
-    for name, number in {
-        "training.eval_interval": config.training.eval_interval,
-        "training.eval_batches": config.training.eval_batches,
+    not_negative = {
+        "training.eval_interval": training.eval_interval,
+        "training.eval_batches": training.eval_batches,
         "checkpoint.interval": config.checkpoint.interval,
         "checkpoint.keep": config.checkpoint.keep,
-        "optimizer.warmup_steps": config.optimizer.warmup_steps,
-        "optimizer.clip_grad": config.optimizer.clip_grad,
+        "optimizer.min_lr": optimizer.min_lr,
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "optimizer.warmup_steps": optimizer.warmup_steps,
+        "optimizer.clip_grad": optimizer.clip_grad,
         "data.num_workers": config.data.num_workers,
-    }.items():
-        if number < 0:
-            _refuse(f"{name} is {number}; it must be 0 or more")
+    }
+    for name, value in not_negative.items():
+        if value is not None and not 0 <= value < math.inf:
+            _refuse(f"{name} is {value}; it must be 0 or more")
+    for beta in optimizer.betas:
+        if not 0 <= beta < 1:
+            _refuse(f"optimizer.betas {list(optimizer.betas)} must be at least 0 and below 1")
+    if model.gdn.dt_min > model.gdn.dt_max:
+        _refuse(
+            f"model.gdn.dt_min {model.gdn.dt_min} is above model.gdn.dt_max {model.gdn.dt_max}; "
+            "swap them"
+        )
 
 
 def _check_supported(config: RunConfig) -> None:
@@ -177,8 +212,8 @@ def _check_schedule(config: RunConfig) -> None:
             f"optimizer.warmup_steps {optimizer.warmup_steps} leaves nothing of training.steps "
             f"{steps}; make it smaller"
         )
-    decay = optimizer.decay_steps
-    if optimizer.schedule == "wsd" and decay is not None and decay > steps - optimizer.warmup_steps:
+    decay = optimizer.decay_steps or max(1, steps // 10)
+    if optimizer.schedule == "wsd" and decay > steps - optimizer.warmup_steps:
         _refuse(
             f"optimizer.decay_steps {decay} does not fit into training.steps {steps} after "
             f"{optimizer.warmup_steps} warm-up steps; make it smaller"
@@ -191,7 +226,7 @@ def _check_schedule(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig, need_data: bool) -> None:
     data = config.data
-    if need_data and not data.prefixes:
+    if need_data and not all(data.prefixes or [""]):
         _refuse(
             "data.path is empty; write data with `python data_prep/tokenize.py --input FILE... "
             "--tokenizer DIR --output PREFIX` and pass --data.path PREFIX"
@@ -208,7 +243,7 @@ def _check_data(config: RunConfig, need_data: bool) -> None:
         parts = [float(part) for part in data.split.split(",")]
     except ValueError:
         parts = []
-    if len(parts) != 3 or any(p < 0 for p in parts) or sum(parts) <= 0 or parts[0] == 0:
+    if len(parts) != 3 or not all(0 <= p < math.inf for p in parts) or parts[0] == 0:
         _refuse(
             f"data.split {data.split!r} is not three shares (train, validation, test); "
             "write it like '98,2,0'"

@@ -31,16 +31,23 @@ class ConfigError(ValueError):
 
 def build_parser(prog: str, description: str, config_file: str | None = None) -> Any:
     """An argument parser with one option a `RunConfig` field, help taken from the field's text."""
-    from jsonargparse import ArgumentParser, set_parsing_settings
+    from argparse import RawDescriptionHelpFormatter
+
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
+
+    class Formatter(DefaultHelpFormatter, RawDescriptionHelpFormatter):
+        """Keeps the line breaks of the description."""
 
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = ArgumentParser(
         prog=prog,
+        usage="%(prog)s --config FILE [--dotted.name value ...]",
         description=description,
         default_env=True,
         env_prefix=ENV_PREFIX,
         default_config_files=[config_file] if config_file else [],
         exit_on_error=False,
+        formatter_class=Formatter,
         allow_abbrev=False,
     )
     parser.add_class_arguments(RunConfig)
@@ -118,7 +125,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the config file ({error})") from None
     try:
-        loaded = yaml.safe_load(text)
+        loaded = yaml.load(text, Loader=_StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
@@ -131,6 +138,20 @@ def _read_yaml(path: str) -> dict[str, Any]:
         )
     _check_keys(RunConfig, loaded, path, "")
     return loaded
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one section, where YAML would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice in a section", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def _check_keys(cls: type, values: dict[str, Any], path: str, prefix: str) -> None:

@@ -6,6 +6,7 @@ the seed, the data and the number of samples asked for. `sample_ids` then gives 
 of a step, so the data position of a run is its step number.
 """
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_lt2.config.load import ConfigError
 from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.data.manifest import read_manifest
 from megatron_lt2.data.tokenizer import Tokenizer
 
 
@@ -51,7 +53,7 @@ def build_datasets(
     dataset_config = GPTDatasetConfig(
         random_seed=training.seed,
         sequence_length=data.sequence_length,
-        blend=(data.prefixes, data.weights),
+        blend=(data.prefixes, blend_weights(config)),
         split=data.split,
         path_to_cache=data.cache_dir or str(Path(config.run_dir) / "data_cache"),
         tokenizer=_EndOfDocument(tokenizer),
@@ -74,6 +76,23 @@ def build_datasets(
             f"{', '.join(data.prefixes)}; give it a larger share or set training.eval_batches 0"
         )
     return train, valid
+
+
+def blend_weights(config: RunConfig) -> list[float] | None:
+    """Share of each prefix: as set, else its tokens; None for a single prefix.
+
+    Without weights megatron-core goes through a blend once and then runs out of samples.
+    """
+    data = config.data
+    if len(data.prefixes) == 1:
+        return None
+    return data.weights or [float(read_manifest(prefix)["tokens"]) for prefix in data.prefixes]
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Slurm and `timeout` signal every process; a loader that died of it would end the run."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _check_tokens(config: RunConfig) -> None:
@@ -149,6 +168,7 @@ def micro_batches(
         batch_sampler=order,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_signals_to_the_trainer,
         # The loader draws a base seed for its workers; its own generator keeps the run's random
         # numbers untouched.
         generator=torch.Generator().manual_seed(0),

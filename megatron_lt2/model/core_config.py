@@ -38,6 +38,17 @@ FIXED = {
 """TransformerConfig fields that the schema owns, and where it does."""
 
 
+ARCHITECTURE = (
+    *("normalization", "gated_linear_unit", "activation_func", "add_bias_linear", "add_qkv_bias"),
+    *("qk_layernorm", "qk_l2_norm", "attention_dropout", "window_size", "multi_latent_attention"),
+    *("experimental_attention_variant", "linear_attention_freq", "moe_layer_freq"),
+    *("init_method", "init_method_std", "output_layer_init_method", "embedding_init_method"),
+    *("embedding_init_method_std", "perform_initialization", "use_cpu_initialization"),
+    *("calculate_per_token_loss", "hetereogenous_dist_checkpoint", "pipeline_dtype"),
+)
+"""Fields that LT2's layers, initial weights or trainer fix: set, they do nothing or break."""
+
+
 def resolve_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
     """The dtype of weights and activations."""
     name = config.precision.dtype
@@ -112,6 +123,11 @@ def passthrough(
         if name in owned:
             raise ConfigError(
                 f"megatron.{section}.{name} is owned by {owned[name]}; set that instead"
+            )
+        if target is TransformerConfig and name in ARCHITECTURE:
+            raise ValueError(
+                f"megatron.{section}.{name} has no effect: LT2's layers, initial weights and "
+                "trainer fix it; leave it out"
             )
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

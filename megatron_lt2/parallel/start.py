@@ -37,7 +37,9 @@ def rank_info() -> RankInfo:
         return RankInfo(rank, world, int(env.get("LOCAL_RANK", rank)))
     if "SLURM_PROCID" in env and env.get("SLURM_STEP_ID", "").isdigit():
         return RankInfo(
-            int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]), int(env["SLURM_LOCALID"])
+            int(env["SLURM_PROCID"]),
+            int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
+            int(env.get("SLURM_LOCALID", "0")),
         )
     return RankInfo(0, 1, 0)
 

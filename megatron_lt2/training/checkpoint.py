@@ -12,8 +12,7 @@ import platform as host_platform
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Callable
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from megatron_lt2.config.load import ConfigError, load_saved, to_yaml
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.orphans import die_with_parent
 from megatron_lt2.training import checkpoint_files as files
+from megatron_lt2.training import resume
 from megatron_lt2.training.metrics import RunLog
 from megatron_lt2.training.optimizer_state import finish_load, prepare_for_load
 from megatron_lt2.training.setup import TrainingParts
@@ -111,19 +111,12 @@ class Checkpointer:
         Raises:
             ConfigError: it belongs to another model.
         """
-        if dist.get_rank() == 0:
-            for name in files.remove_leftovers(self.folder):
-                self.log.say(f"removed {name}, which an interrupted run left behind")
-        dist.barrier()
-        good, bad = files.complete_checkpoints(self.folder)
-        for complaint in bad:
-            self.log.say(f"warning: skipping an incomplete checkpoint: {complaint}")
-        if not good:
+        folder = self._choose()
+        if folder is None:
             self.log.event("start", "starting from scratch", step=0)
             return 0
-        folder = good[-1]
         manifest = files.read_manifest(folder)
-        self._check_same_run(folder)
+        self._check_same_run(folder, manifest)
         self._load(folder, manifest)
         step = int(manifest["step"])
         self.saved_step = step
@@ -134,20 +127,44 @@ class Checkpointer:
         )
         return step
 
-    def _check_same_run(self, folder: Path) -> None:
+    def _choose(self) -> Path | None:
+        """The newest complete checkpoint as rank 0 sees it; tidies up after a kill."""
+        chosen: list[Path | None] = [None]
+        if dist.get_rank() == 0:
+            for name in files.remove_leftovers(self.folder):
+                self.log.say(f"removed {name}, which an interrupted run left behind")
+            good, bad = files.complete_checkpoints(self.folder)
+            for complaint in bad:
+                self.log.say(f"warning: skipping an incomplete checkpoint: {complaint}")
+            chosen = [good[-1] if good else None]
+        dist.broadcast_object_list(chosen, src=0)
+        return chosen[0]
+
+    def refuse_used_folder(self) -> None:
+        """Before a run that does not resume: its checkpoints would mix with those of another run.
+
+        Raises:
+            ConfigError: the run folder has checkpoints.
+        """
+        if files.complete_checkpoints(self.folder)[0]:
+            raise ConfigError(
+                f"{self.folder}: has checkpoints, and checkpoint.resume is false; choose another "
+                "run_dir or set checkpoint.resume true"
+            )
+
+    def _check_same_run(self, folder: Path, manifest: dict[str, Any]) -> None:
         saved = load_saved(folder / "run_config.yaml")
-        for section, names in {
-            "model": None,
-            "data": ("sequence_length", "isolate_documents"),
-            "training": ("global_batch_size", "seed"),
-        }.items():
-            then, now = getattr(saved, section), getattr(self.config, section)
-            for name, old, new in _differences(then, now, section):
-                if names is None or name.split(".")[1] in names:
-                    raise ConfigError(
-                        f"{folder}: was trained with {name} {old!r}, now it is {new!r}; "
-                        "use another run_dir or the old value"
-                    )
+        complaint = resume.refusal(saved, self.config)
+        dtype = str(self.parts.dtype)
+        if complaint is None and manifest["dtype"] != dtype:
+            complaint = (
+                f"holds a {manifest['dtype']} model, this run is {dtype}; set precision.dtype as "
+                "it was, or another run_dir for a new run"
+            )
+        if complaint is not None:
+            raise ConfigError(f"{folder}: {complaint}")
+        for note in resume.notes(saved, self.config):
+            self.log.say(note)
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
         prepare_for_load(self.parts.optimizer)
@@ -183,6 +200,7 @@ class Checkpointer:
             "tokens": sequences * self.config.data.sequence_length,
             "sequences": sequences,
             "layout": self._layout(),
+            "dtype": str(self.parts.dtype),
             "time": time.time(),
             "versions": {
                 "megatron_lt2": megatron_lt2.__version__,
@@ -208,16 +226,6 @@ class Checkpointer:
             "rng": ShardedObject("rng", _rng_state(), (world,), (rank,)),
             "step": step,
         }
-
-
-def _differences(then: Any, now: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name and both values of each setting in which two dataclasses differ."""
-    for name, new in vars(now).items():
-        old = getattr(then, name)
-        if is_dataclass(new):
-            yield from _differences(old, new, f"{prefix}.{name}")
-        elif old != new:
-            yield f"{prefix}.{name}", old, new
 
 
 def _start_results_queue() -> None:

@@ -82,9 +82,11 @@ def publish(temporary: Path, step: int, facts: dict[str, Any]) -> Path:
     sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in names}
     write_json_atomic(temporary / MANIFEST, {"step": step, **facts, "files": sizes})
     final = temporary.parent / folder_name(step)
-    if final.exists():  # an incomplete folder of this name, or the same step written again
-        shutil.rmtree(final)
+    aside = temporary.with_suffix(".old.tmp")
+    if final.exists():  # a folder of this step that was not complete
+        os.rename(final, aside)
     os.rename(temporary, final)
+    shutil.rmtree(aside, ignore_errors=True)
     fsync_directory(final.parent)
     write_text_atomic(final.parent / LATEST, final.name + "\n")
     return final
@@ -101,9 +103,15 @@ def prune(checkpoints: Path, keep: int) -> list[str]:
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:
-    """Remove temporary folders that a killed run left behind; returns their names."""
+    """Remove what a killed run left behind; returns the names.
+
+    That is folders under a temporary name, and folders without a manifest: a checkpoint gets its
+    final name after its manifest, so such a one was being pruned.
+    """
     removed = []
-    for folder in checkpoints.glob("iter_*.tmp") if checkpoints.is_dir() else []:
-        shutil.rmtree(folder)
-        removed.append(folder.name)
+    for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
+        half_pruned = _NAME.fullmatch(folder.name) and not (folder / MANIFEST).exists()
+        if folder.is_dir() and (half_pruned or folder.match("iter_*.tmp")):
+            shutil.rmtree(folder)
+            removed.append(folder.name)
     return removed

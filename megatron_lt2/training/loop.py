@@ -57,7 +57,11 @@ class Trainer:
         Raises:
             ConfigError: it belongs to another model.
         """
-        self.first_step = self.checkpoints.load_newest() if self.config.checkpoint.resume else 0
+        self.first_step = 0
+        if self.config.checkpoint.resume:
+            self.first_step = self.checkpoints.load_newest()
+        else:
+            self.checkpoints.refuse_used_folder()
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop."""

@@ -27,6 +27,15 @@ OWNED = {
 }
 
 
+def check_optimizer_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields given under `megatron.optimizer`.
+
+    Raises:
+        ValueError: one is unknown, or owned by the schema.
+    """
+    return passthrough(config.megatron.optimizer, CoreOptimizerConfig, "optimizer", OWNED)
+
+
 def peak_and_final_lr(config: RunConfig) -> tuple[float, float]:
     """Learning rate after the warm-up and at the end."""
     optimizer = config.optimizer
@@ -58,7 +67,7 @@ def build_optimizer(
         "use_distributed_optimizer": config.parallel.distributed_optimizer,
         "overlap_param_gather": overlap_param_gather,
     }
-    values.update(passthrough(config.megatron.optimizer, CoreOptimizerConfig, "optimizer", OWNED))
+    values.update(check_optimizer_fields(config))
     known = {f.name for f in fields(CoreOptimizerConfig)}
     assert known >= set(values), "megatron-core renamed an optimizer setting"
     # Matrices are decayed; what acts a channel or a head (norms, decay rates, conv taps, rho)

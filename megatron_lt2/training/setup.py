@@ -15,7 +15,11 @@ from megatron_lt2.model.core_config import (
     transformer_config,
 )
 from megatron_lt2.parallel import platform
-from megatron_lt2.training.schedule import build_optimizer, build_scheduler
+from megatron_lt2.training.schedule import (
+    build_optimizer,
+    build_scheduler,
+    check_optimizer_fields,
+)
 
 DDP_OWNED = {
     "use_distributed_optimizer": "parallel.distributed_optimizer",
@@ -64,19 +68,23 @@ def build_parts(config: RunConfig) -> TrainingParts:
         )
     try:
         kernels = resolve_backend(config.precision.kernels, platform.device().type)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(str(error)) from error
+    try:
         core = transformer_config(config, on_gpu)
         ddp_fields = passthrough(
             config.megatron.ddp, DistributedDataParallelConfig, "ddp", DDP_OWNED
         )
-    except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise ConfigError(str(error)) from error
-    model: Any = LT2Model(
-        core,
-        config.model,
-        padded_vocab_size=padded_vocab_size(config),
-        max_sequence_length=config.data.sequence_length,
-        kernels=kernels,
-    )
+        check_optimizer_fields(config)
+        model: Any = LT2Model(
+            core,
+            config.model,
+            padded_vocab_size=padded_vocab_size(config),
+            max_sequence_length=config.data.sequence_length,
+            kernels=kernels,
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
     if on_gpu:
         model.cuda()
     initialise(model, config.model, config.training.seed)

@@ -12,11 +12,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from megatron_lt2.tools.spawn import free_port
@@ -106,6 +108,14 @@ def start(argv: list[str]) -> subprocess.Popen[str]:
     )
 
 
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Return as soon as `condition` holds, which must be before the process ends."""
+    while not condition():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.005)
+            raise AssertionError(f"it ended too early:\n{process.communicate()}")
+
+
 def call(argv: list[str], timeout: float = 120) -> Ended:
     """Run a command to its end."""
     process = start(argv)
@@ -118,7 +128,7 @@ def call(argv: list[str], timeout: float = 120) -> Ended:
 
 
 def _rank(argv: list[str], out: Path, err: Path, environment: dict[str, str]) -> None:
-    os.setpgid(0, 0)  # with the processes that it starts, so that they can be killed together
+    os.setpgid(0, 0)  # so that the processes that it starts can be told
     os.environ.update(environment)
     for descriptor, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
@@ -129,6 +139,16 @@ def _rank(argv: list[str], out: Path, err: Path, environment: dict[str, str]) ->
     torch.set_num_threads(1)
     sys.argv[1:] = argv
     sys.exit(main(argv))
+
+
+def _members(group: int) -> list[psutil.Process]:
+    """The living processes of a process group."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 class Launch:
@@ -163,12 +183,16 @@ class Launch:
         raise AssertionError(f"nothing happened in {timeout} s")
 
     def kill(self) -> None:
-        """SIGKILL to every rank and to the processes that it started."""
+        """SIGKILL to every rank; what they started must end by itself."""
         for rank in self.ranks:
-            if rank.is_alive():
-                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()
         for rank in self.ranks:
             rank.join()
+        helpers = [p for rank in self.ranks for p in _members(rank.pid)]
+        _, left = psutil.wait_procs(helpers, timeout=20)
+        for helper in left:
+            helper.kill()
+        assert not left, f"outlived the ranks: {left}"
 
     def end(self, timeout: float = 120) -> Ended:
         """Wait for every rank."""

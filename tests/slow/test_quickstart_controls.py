@@ -1,7 +1,7 @@
 """Control runs of the quickstart: the mixers must matter for its validation loss.
 
-LT2TEST_CONTROL_STEPS=N makes both runs N steps long instead of the config's; the demanded difference
-then does not hold for small N.
+LT2TEST_CONTROL_STEPS=N makes both runs N steps long instead of the config's; with few steps they
+can be tried, but the demanded difference does not hold.
 """
 
 import os

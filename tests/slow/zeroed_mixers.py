@@ -18,7 +18,7 @@ from megatron_lt2.train import main  # noqa: E402
 
 
 def zero_output(mixer: type) -> None:
-    """Multiply what `mixer.forward` returns by zero; gradients to its parameters become zero too."""
+    """Multiply what `mixer.forward` returns by zero, and with it its gradients."""
     forward: Any = mixer.forward  # type: ignore[attr-defined]
 
     def zeroed(self: Any, *args: Any, **kwargs: Any) -> Any:
