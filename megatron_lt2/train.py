@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lt2.config.load import ConfigError, fail, load_config, to_yaml
+from megatron_lt2.config.errors import ConfigError
+from megatron_lt2.config.load import fail, load_config, to_yaml
 from megatron_lt2.config.schema import RunConfig
 
 DESCRIPTION = """Pretrain a looped linear-time transformer (LT2).

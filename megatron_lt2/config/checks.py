@@ -6,7 +6,7 @@ schema but not served by this version are refused here too, never ignored.
 
 import math
 
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
 from megatron_lt2.model.pattern import expand_pattern

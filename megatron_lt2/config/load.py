@@ -20,13 +20,10 @@ from typing import Any
 
 import yaml
 
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
 
 ENV_PREFIX = "LT2"
-
-
-class ConfigError(ValueError):
-    """A setting that cannot be used; the message names the setting, the value and the fix."""
 
 
 def build_parser(prog: str, description: str, config_file: str | None = None) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.data.manifest import read_manifest
 from megatron_lt2.data.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig, round_up
 
 VOCAB_MULTIPLE = 16

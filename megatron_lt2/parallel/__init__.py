@@ -1,1 +1,1 @@
-"""Everything that knows a process group: CPU ranks, start-up of the ranks, sequence layouts."""
+"""CPU ranks for megatron-core, and the start of the ranks with their process groups."""

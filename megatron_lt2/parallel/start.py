@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import ParallelConfig
 from megatron_lt2.parallel import platform
 

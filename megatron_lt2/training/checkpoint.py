@@ -27,7 +27,8 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 import megatron_lt2
-from megatron_lt2.config.load import ConfigError, load_saved, to_yaml
+from megatron_lt2.config.errors import ConfigError
+from megatron_lt2.config.load import load_saved, to_yaml
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.orphans import die_with_parent
 from megatron_lt2.training import checkpoint_files as files

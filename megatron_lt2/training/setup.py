@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.kernels.backend import resolve_backend
 from megatron_lt2.model.core_config import (

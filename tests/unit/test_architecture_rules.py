@@ -48,10 +48,13 @@ RULES = {
         ("torch", "megatron.core"),
     ),
     "megatron_lt2/model": Rule(
-        ("megatron_lt2.config.schema", "megatron_lt2.mixers"), ("torch", "megatron.core")
+        ("megatron_lt2.config.errors", "megatron_lt2.config.schema", "megatron_lt2.mixers"),
+        ("torch", "megatron.core"),
     ),
     "megatron_lt2/data": Rule((CONFIG, ATOMIC), (*NUMERIC, "megatron.core", "tokenizers")),
-    "megatron_lt2/parallel": Rule(("megatron_lt2.config.schema",), ("torch", "megatron.core")),
+    "megatron_lt2/parallel": Rule(
+        ("megatron_lt2.config.errors", "megatron_lt2.config.schema"), ("torch", "megatron.core")
+    ),
     "megatron_lt2/training": Rule(
         (
             CONFIG,

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from megatron_lt2.config.checks import check_config, data_parallel_size
-from megatron_lt2.config.load import ConfigError
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.parallel import platform
 from tests.tiny_run import tiny_config

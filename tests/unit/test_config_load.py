@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.load import (
-    ConfigError,
     build_parser,
     dotted_names,
     fail,

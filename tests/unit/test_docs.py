@@ -16,7 +16,10 @@ SETTINGS = set(dotted_names(RunConfig))
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
 # Tensors and files of an export begin like settings.
 EXPORT_NAMES = re.compile(r"model\.(layers|embed_tokens|norm|safetensors)\b")
-SOURCES = ("megatron_lt2", "data_prep", "checkpoints_tools", "tests", "launchers", "ci")
+SOURCES = (
+    *("megatron_lt2", "data_prep", "checkpoints_tools", "launchers"),
+    *("benchmarks", "tests", "ci"),
+)
 # Starts of messages that other packages write.
 FOREIGN = ("KeyError", "IndexError", "UserWarning")
 
