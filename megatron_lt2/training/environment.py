@@ -50,6 +50,12 @@ def describe_environment(variables: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def apex_note() -> str | None:
+    """A line for the console where an `apex` is installed that is not NVIDIA's."""
+    found = detect_apex()
+    return f"note: the `apex` found here is {APEX[found]}" if found == "unrelated" else None
+
+
 def _git_commit() -> str:
     here = Path(__file__).resolve().parent
     try:

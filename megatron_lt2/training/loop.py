@@ -16,6 +16,7 @@ from megatron_lt2.data.tokenizer import Tokenizer
 from megatron_lt2.model.counting import training_flops_per_token
 from megatron_lt2.parallel import platform
 from megatron_lt2.training.checkpoint import Checkpointer
+from megatron_lt2.training.environment import apex_note
 from megatron_lt2.training.metrics import RunLog
 from megatron_lt2.training.peaks import peak_tflops
 from megatron_lt2.training.setup import build_parts
@@ -140,6 +141,9 @@ class Trainer:
 
         config, model = self.config, self.config.model
         flops = training_flops_per_token(model, config.data.sequence_length)
+        note = apex_note()
+        if note is not None:
+            self.log.say(note)
         self.log.say(
             f"{count_parameters(model):,} parameters, {model.num_layers} layers x {model.loops} "
             f"loops, {flops / 1e9:.3g} GFLOP a token, {self.parts.dtype}, "
