@@ -105,6 +105,7 @@ class LT2Attention(nn.Module):
         real_BT: Tensor | None,
         slot: DynamicLayer | None,
     ) -> Tensor:
+        """[B, T, d] -> [B, T, d]; keys and values are appended to `slot`."""
         assert rope is not None
         q, k, v = (
             proj(x_BTd).unflatten(-1, (-1, self.head_dim))
@@ -166,6 +167,7 @@ class LT2GatedDeltaNet(nn.Module):
         real_BT: Tensor | None,
         slot: GatedDeltaSlot | None,
     ) -> Tensor:
+        """[B, T, d] -> [B, T, d]; tokens that `real_BT` calls padding leave the state alone."""
         if real_BT is not None:
             x_BTd = x_BTd * real_BT[..., None].to(x_BTd.dtype)
         beta = _sigmoid(self.b_proj(x_BTd)) * self.max_beta

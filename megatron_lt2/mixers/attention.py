@@ -73,6 +73,10 @@ class CausalCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
+        """Attend; documents that `packed_seq_params` bounds do not see each other.
+
+        The mask arguments are megatron-core's and unused: the mask is causal by construction.
+        """
         assert attention_bias is None, "CausalCoreAttention has no attention bias"
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))

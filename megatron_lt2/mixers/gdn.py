@@ -40,6 +40,7 @@ class GatedDeltaNet(LinearMixer):
             self.register_parameter(name, parameter)
 
     def recurrence(self, parts: dict[str, Tensor], cu_seqlens: Tensor | None) -> Tensor:
+        """The gated delta rule on the convolved q, k and v; see LinearMixer.recurrence."""
         beta = parts["beta"].squeeze(-1).float().sigmoid()
         if self.settings.allow_neg_eigval:
             beta = beta * 2

@@ -10,7 +10,7 @@ from tests.e2e.runs import STEPS, call, checkpoint_names, command, records, trai
 from tests.unit.tiny_text import write_tokenizer
 
 
-def refused(ended, *fragments):
+def assert_refused(ended, *fragments):
     """The only error line, which has all fragments."""
     assert set(ended.codes) == {2}, (ended.codes, ended.out, ended.err)
     assert "Traceback" not in ended.out + ended.err
@@ -59,31 +59,33 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(config, tmp_path, name):
     arguments, fragments = SETTINGS[name]
-    refused(train(tmp_path / "run", *config, *arguments), *fragments)
+    assert_refused(train(tmp_path / "run", *config, *arguments), *fragments)
     _untouched(tmp_path / "run")
 
 
 def test_unknown_key_in_the_file(data, tmp_path):
     path = _changed_config(data, tmp_path / "run.yaml", model={"lopps": 2})
-    refused(train(tmp_path / "run", "--config", path), path, "model.lopps", "did you mean loops")
+    assert_refused(
+        train(tmp_path / "run", "--config", path), path, "model.lopps", "did you mean loops"
+    )
     _untouched(tmp_path / "run")
 
 
 def test_no_config_file(tmp_path):
     """From the command line as users type it; the others call `main` in a forked process."""
     argv = command("--config", tmp_path / "none.yaml", "--run_dir", tmp_path / "run")
-    refused(call(argv), tmp_path / "none.yaml")
+    assert_refused(call(argv), tmp_path / "none.yaml")
     _untouched(tmp_path / "run")
 
 
 def test_config_file_that_is_no_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("model:\n  loops: [2\n")
-    refused(train(tmp_path / "run", "--config", path), f"{path}:3")
+    assert_refused(train(tmp_path / "run", "--config", path), f"{path}:3")
 
 
 def test_no_data_path(config, tmp_path):
-    refused(train(tmp_path / "run", *config, "--data.path", "[]"), "data.path")
+    assert_refused(train(tmp_path / "run", *config, "--data.path", "[]"), "data.path")
     _untouched(tmp_path / "run")
 
 
@@ -91,7 +93,7 @@ def test_data_without_manifest(config, data, tmp_path):
     for path in data_paths(data / "corpus"):
         shutil.copy(path, tmp_path)
     prefix = tmp_path / "corpus"
-    refused(train(tmp_path / "run", *config, "--data.path", prefix), manifest_path(prefix))
+    assert_refused(train(tmp_path / "run", *config, "--data.path", prefix), manifest_path(prefix))
     _untouched(tmp_path / "run")
 
 
@@ -100,26 +102,28 @@ def test_data_that_was_cut_short(config, data, tmp_path):
         shutil.copy(path, tmp_path)
     victim = tmp_path / "corpus.bin"
     victim.write_bytes(victim.read_bytes()[:-2])
-    refused(train(tmp_path / "run", *config, "--data.path", tmp_path / "corpus"), victim, "bytes")
+    assert_refused(
+        train(tmp_path / "run", *config, "--data.path", tmp_path / "corpus"), victim, "bytes"
+    )
     _untouched(tmp_path / "run")
 
 
 def test_data_of_another_tokenizer(config, data, tmp_path):
     other = write_tokenizer(tmp_path / "other", 310)
     ended = train(tmp_path / "run", *config, "--data.tokenizer", other)
-    refused(ended, manifest_path(data / "corpus"), other, "another tokenizer")
+    assert_refused(ended, manifest_path(data / "corpus"), other, "another tokenizer")
     _untouched(tmp_path / "run")
 
 
 def test_no_tokenizer_folder(config, tmp_path):
     ended = train(tmp_path / "run", *config, "--data.tokenizer", tmp_path / "none")
-    refused(ended, tmp_path / "none")
+    assert_refused(ended, tmp_path / "none")
     _untouched(tmp_path / "run")
 
 
 def test_vocabulary_smaller_than_the_tokenizer(config, data, tmp_path):
     ended = train(tmp_path / "run", *config, "--model.vocab_size", "299")
-    refused(ended, "model.vocab_size 299", "300", data / "tokenizer")
+    assert_refused(ended, "model.vocab_size 299", "300", data / "tokenizer")
     _untouched(tmp_path / "run")
 
 
@@ -133,13 +137,13 @@ def test_vocabulary_smaller_than_the_tokenizer(config, data, tmp_path):
 )
 def test_too_little_data(config, data, tmp_path, arguments, fragments):
     run = tmp_path / "run"
-    refused(train(run, *config, *arguments), data / "corpus", *fragments)
+    assert_refused(train(run, *config, *arguments), data / "corpus", *fragments)
     assert checkpoint_names(run) == []
 
 
 def test_a_corpus_of_a_few_words(config, data, tmp_path):
     ended = train(tmp_path / "run", *config, "--data.path", data / "two")
-    refused(ended, data / "two", "tokens", "data.sequence_length 32")
+    assert_refused(ended, data / "two", "tokens", "data.sequence_length 32")
     assert checkpoint_names(tmp_path / "run") == []
 
 
@@ -165,7 +169,7 @@ def test_a_corpus_of_a_few_words(config, data, tmp_path):
 def test_fields_of_megatron_core(data, tmp_path, section, field, value, fragments):
     path = _changed_config(data, tmp_path / "run.yaml", megatron={section: {field: value}})
     ended = train(tmp_path / "run", "--config", path)
-    refused(ended, *fragments)
+    assert_refused(ended, *fragments)
     assert checkpoint_names(tmp_path / "run") == []
 
 
@@ -181,7 +185,7 @@ def test_fields_of_megatron_core(data, tmp_path, section, field, value, fragment
 def test_resuming_with_another_model(undisturbed, config, arguments, fragments):
     run, _ = undisturbed(1)
     before = (records(run, "train"), checkpoint_names(run), (run / "config.yaml").read_text())
-    refused(train(run, *config, *arguments), "iter_0000012", *fragments)
+    assert_refused(train(run, *config, *arguments), "iter_0000012", *fragments)
     after = (records(run, "train"), checkpoint_names(run), (run / "config.yaml").read_text())
     assert after == before
     assert len(before[0]) == STEPS
@@ -191,7 +195,7 @@ def test_heads_that_tensor_parallelism_does_not_divide(config, tmp_path):
     """With two ranks the line still appears once."""
     heads = ["--model.num_heads", "3", "--model.num_kv_heads", "3", "--model.head_dim", "8"]
     ended = train(tmp_path / "run", *config, *heads, "--parallel.tensor", "2", ranks=2)
-    refused(ended, "heads 3", "parallel.tensor 2")
+    assert_refused(ended, "heads 3", "parallel.tensor 2")
     _untouched(tmp_path / "run")
 
 
@@ -205,5 +209,5 @@ def test_heads_that_tensor_parallelism_does_not_divide(config, tmp_path):
 def test_two_ranks_say_it_once(config, tmp_path, arguments, fragments):
     """Also what is found late, when the ranks talk to each other; started as users do."""
     argv = command(*config, "--run_dir", tmp_path / "run", *arguments, ranks=2)
-    refused(call(argv), *fragments)
+    assert_refused(call(argv), *fragments)
     assert checkpoint_names(tmp_path / "run") == []
