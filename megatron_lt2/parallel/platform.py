@@ -60,6 +60,12 @@ def _quiet_imports() -> None:
     warnings.filterwarnings(
         "ignore", message=r"The \.grad attribute of a Tensor that is not a leaf"
     )
+    # It reads the common part of a checkpoint in every rank for itself.
+    for message in (
+        r"torch\.distributed is disabled, unavailable or uninitialized",
+        r"The argument order of load has been changed",
+    ):
+        warnings.filterwarnings("ignore", message=message)
     for name in ("megatron.core", "torch.utils.cpp_extension", "torch.distributed.checkpoint"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

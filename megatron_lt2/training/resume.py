@@ -4,6 +4,7 @@ Refused: what the saved tensors or the position in the data depend on. Told: wha
 of the data, since the run goes on at the same step of another list. The rest may change freely.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -48,9 +49,12 @@ def _differences(
     saved: RunConfig, now: RunConfig, names: tuple[str, ...]
 ) -> Iterator[tuple[str, Any, Any]]:
     for name in names:
-        old, new = saved, now
+        old: Any = saved
+        new: Any = now
         for part in name.split("."):
             old, new = getattr(old, part), getattr(new, part)
+        if name == "data.path":
+            old, new = ([os.path.abspath(p) for p in x.data.prefixes] for x in (saved, now))
         yield from _leaves(name, old, new)
 
 

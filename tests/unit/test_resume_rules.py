@@ -1,5 +1,6 @@
 """What may change between two starts of a run."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -55,3 +56,8 @@ def test_other_data_is_told():
     assert resume.refusal(RunConfig(), now) is None
     notes = resume.notes(RunConfig(), now)
     assert [n.split()[1] for n in notes] == ["data.path", "data.split"]
+
+
+def test_the_same_data_by_another_name_is_not():
+    old, now = _changed("data", path=["x/b"]), _changed("data", path=os.path.abspath("x/b"))
+    assert resume.notes(old, now) == []
