@@ -116,10 +116,18 @@ class SafetensorsWriter:
             (self.folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def _flush(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self.files.append(list(self._pending))
-        save_file(self._pending, self._part(len(self.files)), metadata={"format": "pt"})
+        part = self._part(len(self.files))
+        try:
+            save_file(self._pending, part, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, most often
+            raise OSError(f"{part}: cannot be written ({error})") from None
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)  # safetensors gives its files to the owner alone
         self._pending, self._pending_bytes = {}, 0
 
     def _part(self, number: int) -> Path:

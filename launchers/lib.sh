@@ -203,6 +203,7 @@ lt2_pretrain() {
         [[ "$argument" != --config && "$argument" != --config=* ]] || explicit_config=command-line
         [[ "$argument" != --data.path && "$argument" != --data.path=* ]] || own_data=yes
     done
+    case "$smoke" in "" | 0 | 1) ;; *) lt2_die 2 "LT2_SMOKE='$smoke' must be 1, 0 or empty" ;; esac
     [[ "$smoke" != 0 ]] || smoke=no
     [[ "$dry" != 0 ]] || dry=""
     [[ -z "$dry" ]] || export PYTHONDONTWRITEBYTECODE=1
@@ -211,9 +212,9 @@ lt2_pretrain() {
     gpus="$(lt2_num_gpus)"
     if [[ -z "$smoke" && -z "$dry" && -z "$explicit_config" && $gpus == 0 ]] && ! lt2_in_slurm; then
         smoke=1
-        lt2_say "no GPU here: taking the smoke profile (quickstart model and corpus, few steps, CPU)"
+        lt2_say "no GPU here: taking the smoke profile (quickstart model, its corpus unless you name data, few steps, CPU)"
     elif [[ "$smoke" == 1 ]]; then
-        lt2_say "LT2_SMOKE=1: taking the smoke profile (quickstart model and corpus, few steps)"
+        lt2_say "LT2_SMOKE=1: taking the smoke profile (quickstart model, its corpus unless you name data, few steps)"
     fi
 
     ranks="$(lt2_num_ranks "$gpus" "$smoke" "$dry")" || exit $?
@@ -260,6 +261,9 @@ lt2_smoke_settings() { # $1: ranks
     if [[ $1 -gt 2 ]]; then # the quickstart's batch is cut for two ranks
         export LT2_TRAINING__MICRO_BATCH_SIZE="${LT2_TRAINING__MICRO_BATCH_SIZE:-2}"
         export LT2_TRAINING__GLOBAL_BATCH_SIZE="${LT2_TRAINING__GLOBAL_BATCH_SIZE:-$((4 * $1))}"
+    fi
+    if [[ -n "${LT2_DATA__PATH:-}" ]]; then # own data brings its own vocabulary
+        export LT2_MODEL__VOCAB_SIZE="${LT2_MODEL__VOCAB_SIZE:-null}"
     fi
     LT2_DATA__PATH="${LT2_DATA__PATH:-$(lt2_json_list "$LT2_RUN_DIR/data/corpus")}"
     export LT2_DATA__PATH

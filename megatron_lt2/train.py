@@ -147,6 +147,7 @@ def _train(config: RunConfig) -> int:
     from megatron_lt2.training.metrics import RunLog
 
     main_rank = info.rank == 0
+    lock = _lock_on_first_rank(config, main_rank)
     log = RunLog(
         config.run_dir,
         config.training.steps,
@@ -162,7 +163,25 @@ def _train(config: RunConfig) -> int:
     finally:
         log.close()
     stop_ranks()
+    del lock  # held until here
     return code
+
+
+def _lock_on_first_rank(config: RunConfig, main_rank: bool) -> object:
+    """Lock the run folder on rank 0; if it cannot, every rank refuses."""
+    from megatron_lt2.parallel.start import first_rank_says
+    from megatron_lt2.training.run_lock import lock_run
+
+    lock, refusal = None, ""
+    if main_rank:
+        try:
+            lock = lock_run(config.run_dir)
+        except ConfigError as error:
+            refusal = str(error)
+    refusal = first_rank_says(refusal)
+    if refusal:
+        raise _UserError(refusal)
+    return lock
 
 
 def _write_run_facts(config: RunConfig, tokenizer) -> None:

@@ -91,6 +91,10 @@ def _check_ranges(config: RunConfig) -> None:
     for name, value in not_negative.items():
         if value is not None and not 0 <= value < math.inf:
             _refuse(f"{name} is {value}; it must be 0 or more")
+    if not config.run_dir:
+        _refuse("run_dir is empty; name a folder for the run")
+    if not 0 <= training.seed < 2**32:
+        _refuse(f"training.seed is {training.seed}; it must be from 0 to {2**32 - 1}")
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
             _refuse(f"optimizer.betas {list(optimizer.betas)} must be at least 0 and below 1")
@@ -237,7 +241,7 @@ def _check_data(config: RunConfig, need_data: bool) -> None:
                 f"data.weights has {len(data.weights)} entries for {len(data.prefixes)} prefixes "
                 "in data.path; give one a prefix"
             )
-        if any(w <= 0 for w in data.weights):
+        if not all(0 < w < math.inf for w in data.weights):
             _refuse(f"data.weights {data.weights} must all be greater than 0")
     try:
         parts = [float(part) for part in data.split.split(",")]

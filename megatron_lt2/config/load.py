@@ -25,6 +25,15 @@ from megatron_lt2.config.schema import RunConfig
 
 ENV_PREFIX = "LT2"
 
+SCRIPT_VARIABLES = tuple(
+    f"{ENV_PREFIX}_{name}"
+    for name in (
+        *("CONFIG", "RUN_DIR", "FORCE_CPU", "VENV", "PYTHON", "ROOT", "NPROC"),
+        *("DRY_RUN", "SMOKE", "LAUNCHER", "SAVED"),
+    )
+)
+"""Variables of the launch scripts and the platform, which are not settings of their own."""
+
 
 def build_parser(prog: str, description: str, config_file: str | None = None) -> Any:
     """An argument parser with one option a `RunConfig` field, help taken from the field's text."""
@@ -101,7 +110,7 @@ def _plain(value: Any) -> Any:
 
 
 def _take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
-    config_file = os.environ.get("LT2_CONFIG")
+    config_file = os.environ.get("LT2_CONFIG") or None
     rest: list[str] = []
     items = iter(argv)
     for item in items:
@@ -143,6 +152,10 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be a plain word", key.start_mark
+                )
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} stands twice in a section", key.start_mark
@@ -181,14 +194,16 @@ def _known_environment(cls: type, prefix: str) -> list[str]:
 
 
 def _reject_unknown_environment() -> None:
-    known = [
+    """LT2_* is ours: a name that is neither a setting nor one of the scripts' is a slip."""
+    settings = [
         name
         for f in fields(RunConfig)
         if isinstance(f.type, type) and is_dataclass(f.type)
         for name in _known_environment(f.type, f"{ENV_PREFIX}_{f.name}".upper())
     ]
+    known = [*settings, *SCRIPT_VARIABLES]
     for name in os.environ:
-        if re.fullmatch(rf"{ENV_PREFIX}_[A-Z0-9]+__\w+", name) and name not in known:
+        if name.upper().startswith(f"{ENV_PREFIX}_") and name not in known:
             raise ConfigError(f"environment variable {name} is no setting{_nearest(name, known)}")
 
 

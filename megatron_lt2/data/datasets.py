@@ -23,12 +23,12 @@ from megatron_lt2.data.tokenizer import Tokenizer
 class _EndOfDocument:
     """The little of a tokenizer that megatron-core's dataset asks for."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, data: list[str]) -> None:
         self.eod = tokenizer.eos_id
         self.pad = tokenizer.eos_id
         self.vocab_size = tokenizer.vocab_size
-        # Part of the key of the cached index: another tokenizer gets another index.
-        self.unique_identifiers = {"class": "lt2", "sha256": tokenizer.sha256}
+        # Part of the key of the cached index: other data or another tokenizer gets another one.
+        self.unique_identifiers = {"class": "lt2", "sha256": tokenizer.sha256, "data": data}
 
 
 def build_datasets(
@@ -48,6 +48,11 @@ def build_datasets(
 
     data, training = config.data, config.training
     _check_tokens(config)
+    cache = Path(data.cache_dir or Path(config.run_dir) / "data_cache")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir {cache}: {error.strerror}; name a folder") from None
     train_samples = training.steps * training.global_batch_size
     valid_samples = training.eval_batches * training.global_batch_size
     dataset_config = GPTDatasetConfig(
@@ -55,8 +60,8 @@ def build_datasets(
         sequence_length=data.sequence_length,
         blend=(data.prefixes, blend_weights(config)),
         split=data.split,
-        path_to_cache=data.cache_dir or str(Path(config.run_dir) / "data_cache"),
-        tokenizer=_EndOfDocument(tokenizer),
+        path_to_cache=str(cache),
+        tokenizer=_EndOfDocument(tokenizer, data_checksums(config)),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
@@ -76,6 +81,15 @@ def build_datasets(
             f"{', '.join(data.prefixes)}; give it a larger share or set training.eval_batches 0"
         )
     return train, valid
+
+
+def data_checksums(config: RunConfig) -> list[str]:
+    """Checksum of the tokens of each prefix, as its manifest has it."""
+    checksums = []
+    for prefix in config.data.prefixes:
+        files = read_manifest(prefix)["files"]
+        checksums += [facts["sha256"] for name, facts in files.items() if name.endswith(".bin")]
+    return checksums
 
 
 def blend_weights(config: RunConfig) -> list[float] | None:

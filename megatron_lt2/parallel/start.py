@@ -89,6 +89,13 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def first_rank_says(text: str) -> str:
+    """`text` of rank 0, on every rank; a collective call."""
+    said = [text]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -34,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"error: {args.model}: no config.json here, so not an exported model", file=sys.stderr
         )
         return 2
+    if args.max_new_tokens < 1 or args.top_k < 0 or not 0 <= args.temperature < float("inf"):
+        print(
+            "error: --max-new-tokens must be 1 or more, --top-k and --temperature 0 or more",
+            file=sys.stderr,
+        )
+        return 2
     started = time.monotonic()
     texts, new_tokens = generate(
         args.model,
@@ -76,7 +82,9 @@ def generate(
     if torch.cuda.is_available():
         model = model.cuda()
     torch.manual_seed(seed)
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True).to(model.device)
+    # A model continues something: an empty prompt starts a new document.
+    texts = [prompt or tokenizer.eos_token for prompt in prompts]
+    batch = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
     sampling = {"temperature": temperature, "top_k": top_k} if temperature > 0 else {}
     with torch.inference_mode():
         output = model.generate(

@@ -11,6 +11,7 @@ import os
 import platform as host_platform
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.managers import SyncManager
@@ -47,10 +48,18 @@ class Checkpointer:
         config: the resolved config; a copy lies in every checkpoint.
         parts: what is saved.
         log: where events are reported.
+        data: checksums of the token files, to notice when others lie there on resume.
     """
 
-    def __init__(self, config: RunConfig, parts: TrainingParts, log: RunLog) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: TrainingParts,
+        log: RunLog,
+        data: tuple[str, ...] = (),
+    ) -> None:
         self.config, self.parts, self.log = config, parts, log
+        self.data = list(data)
         self.folder = Path(config.run_dir) / "checkpoints"
         self._queue = AsyncCallsQueue()
         self.saved_step: int | None = None
@@ -164,7 +173,7 @@ class Checkpointer:
             )
         if complaint is not None:
             raise ConfigError(f"{folder}: {complaint}")
-        for note in resume.notes(saved, self.config):
+        for note in resume.notes(saved, self.config, manifest.get("data", []), self.data):
             self.log.say(note)
 
     def _load(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -181,7 +190,8 @@ class Checkpointer:
         with torch.no_grad():
             self.parts.model.load_state_dict(state["model"])
             self.parts.optimizer.load_state_dict(state["optimizer"])
-        finish_load(self.parts.optimizer)
+        settings = self.config.optimizer
+        finish_load(self.parts.optimizer, betas=settings.betas, eps=settings.eps)
         self.parts.scheduler.load_state_dict(state["scheduler"])
         if same_layout:
             _restore_rng(state["rng"])
@@ -201,6 +211,7 @@ class Checkpointer:
             "tokens": sequences * self.config.data.sequence_length,
             "sequences": sequences,
             "layout": self._layout(),
+            "data": self.data,
             "dtype": str(self.parts.dtype),
             "time": time.time(),
             "versions": {
@@ -233,8 +244,15 @@ def _start_results_queue() -> None:
     """megatron-core 0.19.2 starts this process itself, but it would outlive a killed rank."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(initializer=die_with_parent, initargs=(os.getpid(),))
+        manager.start(initializer=_start_as_helper, initargs=(os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
+
+
+def _start_as_helper(parent: int) -> None:
+    """Slurm signals every process of a step; only the rank itself decides when to stop."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(parent)
 
 
 def _ending_with_this_process(request: Any) -> Any:

@@ -97,21 +97,16 @@ def prune(checkpoints: Path, keep: int) -> list[str]:
     good, _ = complete_checkpoints(checkpoints)
     old = good[:-keep] if keep else []
     for folder in old:
-        (folder / MANIFEST).unlink()  # first: a half-removed folder must not count as complete
-        shutil.rmtree(folder)
+        aside = folder.with_name(f"{folder.name}.old.tmp")
+        os.rename(folder, aside)  # first: a half-removed folder must not count as complete
+        shutil.rmtree(aside)
     return [folder.name for folder in old]
 
 
 def remove_leftovers(checkpoints: Path) -> list[str]:
-    """Remove what a killed run left behind; returns the names.
-
-    That is folders under a temporary name, and folders without a manifest: a checkpoint gets its
-    final name after its manifest, so such a one was being pruned.
-    """
+    """Remove folders under a temporary name, which a killed run left behind; returns the names."""
     removed = []
-    for folder in sorted(checkpoints.iterdir()) if checkpoints.is_dir() else []:
-        half_pruned = _NAME.fullmatch(folder.name) and not (folder / MANIFEST).exists()
-        if folder.is_dir() and (half_pruned or folder.match("iter_*.tmp")):
-            shutil.rmtree(folder)
-            removed.append(folder.name)
+    for folder in sorted(checkpoints.glob("iter_*.tmp")) if checkpoints.is_dir() else []:
+        shutil.rmtree(folder)
+        removed.append(folder.name)
     return removed

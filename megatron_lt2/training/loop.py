@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_lt2.config.checks import data_parallel_size
 from megatron_lt2.config.schema import RunConfig
-from megatron_lt2.data.datasets import build_datasets, micro_batches
+from megatron_lt2.data.datasets import build_datasets, data_checksums, micro_batches
 from megatron_lt2.data.statistics import unigram_entropy
 from megatron_lt2.data.tokenizer import Tokenizer
 from megatron_lt2.model.counting import training_flops_per_token
@@ -48,7 +48,7 @@ class Trainer:
         )
         self.train_data, self.valid_data = build_datasets(config, tokenizer)
         self.parts = build_parts(config)
-        self.checkpoints = Checkpointer(config, self.parts, log)
+        self.checkpoints = Checkpointer(config, self.parts, log, tuple(data_checksums(config)))
         self.unigram = self._unigram()
         self.first_step = 0
 
@@ -69,6 +69,15 @@ class Trainer:
         config, training, step = self.config, self.config.training, self.first_step
         self._describe(step)
         feed = self._feed(self.train_data, range(step, training.steps), config.data.num_workers)
+        try:
+            step, stopping = self._steps(step, feed)
+        finally:
+            feed.close()
+        return self._finish(step, stopping)
+
+    def _steps(self, step: int, feed: DataFeed) -> tuple[int, bool]:
+        """Steps up to the last one or a request to stop; the step reached, and whether asked to."""
+        config, training = self.config, self.config.training
         meter = _Meter(self)
         self.log.start_bar(step)
         self.parts.ddp.train()
@@ -89,7 +98,7 @@ class Trainer:
             interval = config.checkpoint.interval
             if interval and step % interval == 0 and step < last and not stopping:
                 self.checkpoints.save(step, background=config.checkpoint.async_save)
-        return self._finish(step, stopping)
+        return step, stopping
 
     def _finish(self, step: int, stopping: bool) -> int:
         done = step >= self.config.training.steps

@@ -44,12 +44,17 @@ def _set_states_keeping_step(
     return original(parameter, tensors)
 
 
-def finish_load(optimizer: Any) -> None:
-    """Give every parameter its own step counter, and the groups none."""
+def finish_load(optimizer: Any, *, betas: tuple[float, float], eps: float) -> None:
+    """Give every parameter its own step counter, and the groups none.
+
+    megatron-core restores betas and eps of a group as they were saved; what is set now counts.
+    """
     for inner in _inner(optimizer):
         inner.__dict__.pop("_set_main_param_and_optimizer_states", None)
         states = [s for s in inner.optimizer.state.values() if torch.is_tensor(s.get("step"))]
         for state in states:
             state["step"] = state["step"].detach().clone()
-        for group in inner.optimizer.param_groups if states else []:
-            group.pop("step", None)
+        for group in inner.optimizer.param_groups:
+            group["betas"], group["eps"] = betas, eps
+            if states:
+                group.pop("step", None)

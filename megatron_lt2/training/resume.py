@@ -4,7 +4,6 @@ Refused: what the saved tensors or the position in the data depend on. Told: wha
 of the data, since the run goes on at the same step of another list. The rest may change freely.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
@@ -23,7 +22,7 @@ REFUSED = (
     "optimizer.weight_decay",
     "parallel.distributed_optimizer",
 )
-TOLD = ("data.path", "data.weights", "data.split")
+TOLD = ("data.weights", "data.split")
 
 
 def refusal(saved: RunConfig, now: RunConfig) -> str | None:
@@ -36,12 +35,19 @@ def refusal(saved: RunConfig, now: RunConfig) -> str | None:
     return None
 
 
-def notes(saved: RunConfig, now: RunConfig) -> list[str]:
-    """Lines to print about changes that are allowed and matter."""
+def notes(saved: RunConfig, now: RunConfig, saved_data: list[str], data: list[str]) -> list[str]:
+    """Lines to print about changes that are allowed and matter.
+
+    Data counts as the same by the checksums of its token files, wherever they lie.
+    """
+    changes = [
+        f"{n} was {old!r}, now it is {new!r}" for n, old, new in _differences(saved, now, TOLD)
+    ]
+    if saved_data != data:
+        changes.append("the token files of data.path are not those of the checkpoint")
     return [
-        f"warning: {name} was {old!r}, now it is {new!r}: training goes on at the same step of "
-        "another list of sequences"
-        for name, old, new in _differences(saved, now, TOLD)
+        f"warning: {change}: training goes on at the same step of another list of sequences"
+        for change in changes
     ]
 
 
@@ -53,8 +59,6 @@ def _differences(
         new: Any = now
         for part in name.split("."):
             old, new = getattr(old, part), getattr(new, part)
-        if name == "data.path":
-            old, new = ([os.path.abspath(p) for p in x.data.prefixes] for x in (saved, now))
         yield from _leaves(name, old, new)
 
 

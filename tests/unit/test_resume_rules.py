@@ -1,6 +1,5 @@
 """What may change between two starts of a run."""
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -48,16 +47,18 @@ def test_refusal_names_nested_settings():
 def test_free_to_change(section, values):
     now = _changed(section, **values)
     assert resume.refusal(RunConfig(), now) is None
-    assert resume.notes(RunConfig(), now) == []
+    assert resume.notes(RunConfig(), now, [], []) == []
 
 
-def test_other_data_is_told():
-    now = _changed("data", path="b", split="90,10,0")
+def test_another_split_is_told():
+    now = _changed("data", split="90,10,0")
     assert resume.refusal(RunConfig(), now) is None
-    notes = resume.notes(RunConfig(), now)
-    assert [n.split()[1] for n in notes] == ["data.path", "data.split"]
+    (note,) = resume.notes(RunConfig(), now, ["a"], ["a"])
+    assert "data.split was '98,2,0', now it is '90,10,0'" in note
 
 
-def test_the_same_data_by_another_name_is_not():
-    old, now = _changed("data", path=["x/b"]), _changed("data", path=os.path.abspath("x/b"))
-    assert resume.notes(old, now) == []
+def test_data_is_known_by_its_checksums():
+    elsewhere = _changed("data", path="moved/b")
+    assert resume.notes(RunConfig(), elsewhere, ["a", "b"], ["a", "b"]) == []
+    (note,) = resume.notes(RunConfig(), RunConfig(), ["a", "b"], ["a", "c"])
+    assert "data.path" in note
