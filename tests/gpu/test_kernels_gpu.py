@@ -29,7 +29,7 @@ def relative_error(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
 
 
-def compare(call, inputs: dict[str, Tensor]) -> None:
+def assert_backends_agree(call, inputs: dict[str, Tensor]) -> None:
     """Outputs and gradients agree: FLA on the inputs as given, torch on their fp32 values."""
     results = {}
     for backend in ("torch", "fla"):
@@ -99,7 +99,7 @@ def test_gdn(key: int, value: int, packed: bool) -> None:
             output_final_state=True,
         )
 
-    compare(call, gdn_inputs(batch, documents, key, value))
+    assert_backends_agree(call, gdn_inputs(batch, documents, key, value))
 
 
 def test_gdn_without_states_as_in_training() -> None:
@@ -108,7 +108,7 @@ def test_gdn_without_states_as_in_training() -> None:
 
     inputs = gdn_inputs(2, 2, 96, 192)
     del inputs["initial_state"]
-    compare(call, inputs)
+    assert_backends_agree(call, inputs)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -132,7 +132,7 @@ def test_conv(packed: bool) -> None:
         "weight": normal(channels, 4, seed=1),
         "state": normal(documents, channels, 3, seed=2),
     }
-    compare(call, {name: x.bfloat16() for name, x in inputs.items()})
+    assert_backends_agree(call, {name: x.bfloat16() for name, x in inputs.items()})
 
 
 @pytest.mark.parametrize("dim", [128, 192])
@@ -145,7 +145,7 @@ def test_gated_norm(dim: int) -> None:
         "gate": normal(2, LENGTH, HEADS, dim, seed=1),
         "weight": normal(dim, seed=2),
     }
-    compare(call, {name: x.bfloat16() for name, x in inputs.items()})
+    assert_backends_agree(call, {name: x.bfloat16() for name, x in inputs.items()})
 
 
 def test_chunk_form_on_the_gpu_equals_the_cpu() -> None:

@@ -49,7 +49,7 @@ def nan_in_fresh_memory():
     torch.use_deterministic_algorithms(False)
 
 
-def compare(call, inputs: dict[str, Tensor]) -> None:
+def assert_backends_agree(call, inputs: dict[str, Tensor]) -> None:
     """Outputs and all gradients of `call(backend, **inputs)` agree between the backends."""
     results = {}
     for backend in ("torch", "fla"):
@@ -108,7 +108,7 @@ def test_gdn(borders: Tensor | None, with_state: bool) -> None:
             output_final_state=with_state,
         )
 
-    compare(call, gdn_inputs(batch, length, documents, with_state))
+    assert_backends_agree(call, gdn_inputs(batch, length, documents, with_state))
 
 
 @inside
@@ -135,7 +135,7 @@ def test_conv(bounds: list[int] | None, activation: str | None) -> None:
             output_final_state=True,
         )
 
-    compare(call, {name: x.requires_grad_() for name, x in inputs.items()})
+    assert_backends_agree(call, {name: x.requires_grad_() for name, x in inputs.items()})
 
 
 @inside
@@ -147,7 +147,7 @@ def test_conv_of_a_strided_input() -> None:
         return causal_conv1d(x, weight, backend=backend)
 
     inputs = {"wide": normal(67, 2, 16, seed=0), "weight": normal(10, 4, seed=1)}
-    compare(call, {name: x.requires_grad_() for name, x in inputs.items()})
+    assert_backends_agree(call, {name: x.requires_grad_() for name, x in inputs.items()})
 
 
 @inside
@@ -160,4 +160,4 @@ def test_gated_norm() -> None:
         "gate": normal(2, 35, 3, 20, seed=1),
         "weight": normal(20, seed=2),
     }
-    compare(call, {name: x.requires_grad_() for name, x in inputs.items()})
+    assert_backends_agree(call, {name: x.requires_grad_() for name, x in inputs.items()})
