@@ -1,8 +1,7 @@
-"""Writing a Hugging Face folder: weights in shards, the model's code, a temporary name first."""
+"""Writing a Hugging Face folder: weights in shards, a temporary name first."""
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SHARD_BYTES = 4 * 1000**3
-
-_OPS_IMPORT = re.compile(r"^(\s*from )\.\.ops\.(\w+)( import )", re.MULTILINE)
-_SIBLING_IMPORT = re.compile(r"^\s*from \.(\w+) import ", re.MULTILINE)
 
 
 @contextmanager
@@ -132,34 +128,3 @@ class SafetensorsWriter:
 
     def _part(self, number: int) -> Path:
         return self.folder / f"model-part-{number:05d}.safetensors"
-
-
-def copy_model_code(folder: Path) -> list[str]:
-    """Copy the model's files and the recurrences that they use, flat; returns the file names.
-
-    transformers loads code that travels with a checkpoint from one folder, so imports of `..ops.`
-    become imports of a sibling; the recurrences import nothing but siblings and are copied as they
-    are.
-    """
-    import megatron_lt2.hf
-    import megatron_lt2.ops
-
-    package = Path(megatron_lt2.hf.__file__).parent
-    ops = Path(megatron_lt2.ops.__file__).parent
-    written: list[str] = []
-    needed: list[str] = []
-    for source in sorted(package.glob("*_lt2.py")):
-        text = source.read_text(encoding="utf-8")
-        needed += [match.group(2) for match in _OPS_IMPORT.finditer(text)]
-        text = _OPS_IMPORT.sub(r"\1.\2\3", text)
-        assert "from .." not in text, f"{source.name} imports from outside its folder"
-        (folder / source.name).write_text(text, encoding="utf-8")
-        written.append(source.name)
-    while needed:
-        name = f"{needed.pop()}.py"
-        if name in written:
-            continue
-        shutil.copyfile(ops / name, folder / name)
-        written.append(name)
-        needed += _SIBLING_IMPORT.findall((ops / name).read_text(encoding="utf-8"))
-    return sorted(written)

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_tools.hf_folder import SafetensorsWriter, copy_model_code, new_folder
+from checkpoints_tools.hf_folder import SafetensorsWriter, new_folder
 from checkpoints_tools.mappings.lt2 import (
-    FP32_NAMES,
     export_state_dict,
+    fp32_names,
     lt2_config_values,
     lt2_mappings,
 )
+from checkpoints_tools.model_code import copy_model_code
 from checkpoints_tools.modelcard import render_card
 from checkpoints_tools.plain_checkpoint import PlainCheckpoint, find_checkpoint
 
@@ -62,8 +63,7 @@ def export_checkpoint(
             iteration folder.
         output: the folder to make.
         tokenizer: tokenizer folder or tokenizer.json; default: the one that the run keeps.
-        dtype: of the exported weights, one of `DTYPES`; fp32 parameters of the recurrence stay
-            fp32.
+        dtype: of the exported weights, one of `DTYPES`; what training keeps in fp32 stays so.
         overwrite: replace an export that is already there.
         progress: show a bar over the tensors on a terminal.
 
@@ -89,8 +89,9 @@ def export_checkpoint(
         weights_dtype = None
         total = sum(len(mapping.targets) for mapping in lt2_mappings(config.model))
         converted = export_state_dict(tensors, config.model)
+        keep = fp32_names(config.model)
         for name, tensor in _with_bar(converted, total, progress):
-            tensor = _cast(name, tensor, dtype)
+            tensor = cast(tensor, "float32" if name in keep else dtype)
             if weights_dtype is None:
                 weights_dtype = tensor.dtype
             writer.add(name, tensor)
@@ -101,7 +102,7 @@ def export_checkpoint(
         loaded_tokenizer.save(folder)
         ids = _special_ids(folder, loaded_tokenizer)
         _write_configs(folder, values, ids, dtype_name)
-        copy_model_code(folder)
+        copy_model_code(folder, values["mixers"])
         card = render_card(
             output.absolute().name,
             config,
@@ -144,13 +145,11 @@ def _check_tokenizer(tokenizer: "Tokenizer", vocab_size: int, run: Path, *, give
             )
 
 
-def _cast(name: str, tensor: "torch.Tensor", dtype: str) -> "torch.Tensor":
+def cast(tensor: "torch.Tensor", dtype: str) -> "torch.Tensor":
     """The tensor in the dtype asked for, contiguous and in memory of its own."""
     import torch
 
     target = tensor.dtype if dtype == "as-saved" else getattr(torch, dtype)
-    if name.rsplit(".", 1)[-1] in FP32_NAMES:
-        target = torch.float32
     return tensor.to(target, copy=True, memory_format=torch.contiguous_format)
 
 

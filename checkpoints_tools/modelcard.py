@@ -11,6 +11,10 @@ from typing import Any
 
 from megatron_lt2.config.schema import RunConfig
 
+SIZES = ("num_heads", "head_k_dim", "head_v_dim")
+INITIAL = ("a_init_", "dt_", "input_bias", "forget_bias_")
+"""Starts of the names of settings that concern initial values only."""
+
 _TEMPLATE = """\
 ---
 library_name: transformers
@@ -111,23 +115,36 @@ def _architecture(hf: Mapping[str, Any], parameters: int, dtype: str) -> dict[st
         "loop residual": hf["loop_residual"],
         "width / SwiGLU width": f"{hf['hidden_size']} / {hf['intermediate_size']}",
     }
-    if "full" in mixers:
-        facts["full attention"] = (
+    if mixers.keys() & {"full", "window"}:
+        facts["attention"] = (
             f"{hf['num_attention_heads']} heads of {hf['head_dim']}, "
             f"{hf['num_key_value_heads']} key/value heads, "
             f"output gate {'on' if hf['attention_output_gate'] else 'off'}, "
             f"rotary base {hf['rope_theta']:g}"
         )
-    if "gdn" in mixers:
-        facts["Gated DeltaNet"] = (
-            f"{hf['gdn_heads']} heads, {hf['gdn_head_k_dim']} key and {hf['gdn_head_v_dim']} value "
-            f"channels a head, convolution of {hf['gdn_conv_size']}"
-        )
+    if "window" in mixers:
+        facts["window"] = f"{hf['window_size']} tokens, with the heads of full attention"
+    for name, settings in hf["mixer_settings"].items():
+        facts[name] = _linear_mixer(settings)
     facts["vocabulary"] = (
         f"{hf['vocab_size']:,} ids, {'tied' if hf['tie_word_embeddings'] else 'untied'} head"
     )
     facts["training length"] = f"{hf['max_position_embeddings']} tokens"
     return facts
+
+
+def _linear_mixer(settings: Mapping[str, Any]) -> str:
+    """One line on a linear mixer; how it was initialised is left out."""
+    sizes = (
+        f"{settings['num_heads']} heads, {settings['head_k_dim']} key and "
+        f"{settings['head_v_dim']} value channels a head"
+    )
+    more = [
+        f"{name.replace('_', ' ')} {str(value).lower()}"
+        for name, value in settings.items()
+        if name not in SIZES and not name.startswith(INITIAL)
+    ]
+    return ", ".join([sizes, *more])
 
 
 def _training(

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_lt2.config.mixers import GDNConfig, GLAConfig, KDAConfig, Mamba2Config, WindowConfig
 from megatron_lt2.config.schema import (
     DataConfig,
-    GDNConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -31,7 +31,11 @@ def tiny_config(**changes: Any) -> RunConfig:
             vocab_size=61,
             pattern="gdn+full",
             loops=2,
+            window=WindowConfig(size=5),
             gdn=GDNConfig(head_k_dim=6),
+            kda=KDAConfig(head_v_dim=10, rank=6),
+            mamba2=Mamba2Config(head_k_dim=6, groups=2),
+            gla=GLAConfig(rank=6),
         ),
         data=DataConfig(path="unused", sequence_length=24),
         training=TrainingConfig(steps=10, global_batch_size=4, micro_batch_size=1, eval_batches=0),
@@ -96,11 +100,18 @@ def make_random(parts: Any, config: RunConfig, seed: int = 5, rounded: bool = Fa
     parts.optimizer.reload_model_params()
 
 
-def build(config: RunConfig, rounded: bool = False) -> Any:
-    """The training parts of this rank with random parameters."""
+def build(config: RunConfig, rounded: bool = False, restart: bool = False) -> Any:
+    """The training parts of this rank with random parameters.
+
+    restart: allow a model that this process built before; its groups are given up.
+    """
+    from megatron.core import parallel_state
+
     from megatron_lt2.parallel.start import start_ranks
     from megatron_lt2.training.setup import build_parts
 
+    if restart and parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     start_ranks(config.parallel, config.training.seed)
     parts = build_parts(config)
     make_random(parts, config, rounded=rounded)
@@ -139,7 +150,9 @@ def micro_batch_count(config: RunConfig) -> int:
     return config.training.global_batch_size // (config.training.micro_batch_size * replicas)
 
 
-def global_tensors(parts: Any, config: RunConfig, local_of: Any) -> dict[str, np.ndarray]:
+def global_tensors(
+    parts: Any, config: RunConfig, local_of: Any, keep_dtype: bool = False
+) -> dict[str, np.ndarray]:
     """`local_of(parameter)` of every parameter, put together over the tensor-parallel ranks."""
     import torch.distributed as dist
 
@@ -148,7 +161,8 @@ def global_tensors(parts: Any, config: RunConfig, local_of: Any) -> dict[str, np
     group = parts.model.pg_collection.tp
     result = {}
     for name, parameter in parts.model.named_parameters():
-        local = local_of(parameter).detach().float().clone()
+        local = local_of(parameter).detach().clone()
+        local = local if keep_dtype else local.float()
         cut = shards_of(name, parameter, group.size(), config.model)
         if cut.axis is None or group.size() == 1:
             full = local

@@ -1,10 +1,12 @@
 """LT2: the table from training names to those of `megatron_lt2/hf`, and the configuration.
 
-Layers are numbered over the whole model. The fused projection of a Gated DeltaNet layer is one
-matrix in memory but one tensor a section in a checkpoint, so nothing has to be cut here.
+Layers are numbered over the whole model. A linear mixer's table follows from its layout
+(megatron_lt2/recurrent), so a new one needs nothing here. Its fused projection is one matrix in
+memory but one tensor a section in a checkpoint, so nothing has to be cut.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_tools.mappings.base import (
@@ -17,12 +19,13 @@ from checkpoints_tools.mappings.base import (
 )
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.model.pattern import expand_pattern
+from megatron_lt2.recurrent.names import RECURRENT, recurrent_mixer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP32_NAMES = ("A_log", "dt_bias", "loop_residual")
-"""Last parts of names whose tensors are exported in fp32 whatever dtype is asked for."""
+ATTENTION = ("full", "window")
+MIXERS = (*ATTENTION, *RECURRENT)
 
 ONLY_VALUES = {"norm_mode": "pre", "inter_loop_norm": False, "exit_gate": False, "loss": "final"}
 """Settings of `model` that the LT2 modeling file has one value of."""
@@ -49,52 +52,54 @@ def _attention(model: ModelConfig, source: str, target: str) -> list[TensorMappi
     ]
 
 
-def _gdn(model: ModelConfig, source: str, target: str) -> list[TensorMapping]:
-    d, heads, taps = model.hidden_size, model.gdn_heads, model.gdn.conv_size
-    keys, values = heads * model.gdn_head_k_dim, heads * model.gdn_head_v_dim
-    projections = {
-        "query": ("q_proj", keys),
-        "key": ("k_proj", keys),
-        "value": ("v_proj", values),
-        "gate": ("g_proj", values),
-        "beta": ("b_proj", heads),
-        "decay": ("a_proj", heads),
-    }
-    convolutions = {
-        "query": ("q_conv1d", keys),
-        "key": ("k_conv1d", keys),
-        "value": ("v_conv1d", values),
-    }
-    table: list[TensorMapping] = [
-        TensorMapping(f"{source}.in_proj.weight.{part}", (f"{target}.{name}.weight",), (rows, d))
-        for part, (name, rows) in projections.items()
-    ]
-    table += [
-        AddAxis(f"{source}.conv1d.weight.{part}", (f"{target}.{name}.weight",), (rows, taps))
-        for part, (name, rows) in convolutions.items()
-    ]
-    return [
-        *table,
-        TensorMapping(f"{source}.A_log", (f"{target}.A_log",), (heads,)),
-        TensorMapping(f"{source}.dt_bias", (f"{target}.dt_bias",), (heads,)),
-        TensorMapping(
-            f"{source}.out_norm.weight", (f"{target}.o_norm.weight",), (model.gdn_head_v_dim,)
-        ),
-        TensorMapping(f"{source}.out_proj.weight", (f"{target}.o_proj.weight",), (d, values)),
-    ]
+def _linear(model: ModelConfig, name: str, source: str, target: str) -> list[TensorMapping]:
+    d, layout = model.hidden_size, recurrent_mixer(name)(model.mixer_settings(name)).layout
+    table: list[TensorMapping] = []
+
+    def same(key: str, new: str, *shape: int) -> None:
+        table.append(TensorMapping(f"{source}.{key}", (f"{target}.{new}",), shape))
+
+    for part, section in layout.sections.items():
+        rows, width = layout.rows(part), layout.width(part)
+        way = "proj" if section.rank is None else "down"
+        same(f"in_proj.weight.{part}", f"{part}_{way}.weight", rows, d)
+        if section.conv:
+            conv = f"{target}.{part}_conv1d.weight"
+            shape = (rows, layout.conv_size)
+            table.append(AddAxis(f"{source}.conv1d.weight.{part}", (conv,), shape))
+            if layout.conv_bias:
+                same(f"conv1d.bias.{part}", f"{part}_conv1d.bias", rows)
+        if section.rank is not None:
+            same(f"up.{part}.weight", f"{part}_up.weight", width, rows)
+            if section.bias:
+                same(f"up.{part}.bias", f"{part}_up.bias", width)
+    for own, weight in layout.weights.items():
+        same(own, own, weight.channels * layout.heads)
+    same("out_norm.weight", "o_norm.weight", layout.norm_channels)
+    same("out_proj.weight", "o_proj.weight", d, layout.heads * layout.head_v_dim)
+    return table
 
 
-MIXER_TABLES: dict[str, Callable[[ModelConfig, str, str], list[TensorMapping]]] = {
-    "full": _attention,
-    "gdn": _gdn,
-}
+def _mixers(model: ModelConfig) -> list[str]:
+    return expand_pattern(model.pattern, model.num_layers, MIXERS)
+
+
+def fp32_names(model: ModelConfig) -> frozenset[str]:
+    """Hugging Face names of the tensors that are fp32 whatever dtype is asked for: rho and the
+    linear mixers' own parameters."""
+    names = {"model.loop_residual"}
+    for i, mixer in enumerate(_mixers(model)):
+        if mixer in RECURRENT:
+            own = recurrent_mixer(mixer)(model.mixer_settings(mixer)).layout.weights
+            names |= {f"model.layers.{i}.mixer.{name}" for name in own}
+    return frozenset(names)
 
 
 def lt2_mappings(model: ModelConfig) -> list[TensorMapping]:
     """The table of one model; `model.vocab_size` must be set.
 
     Raises:
-        ValueError: the pattern names a mixer that the modeling file does not have.
+        ValueError: the pattern names an unknown mixer.
     """
     assert model.vocab_size is not None
     d, ffn = model.hidden_size, model.ffn_width
@@ -105,14 +110,18 @@ def lt2_mappings(model: ModelConfig) -> list[TensorMapping]:
             (model.vocab_size, d),
         )
     ]
-    mixers = expand_pattern(model.pattern, model.num_layers, tuple(MIXER_TABLES))
-    for i, mixer in enumerate(mixers):
+    for i, mixer in enumerate(_mixers(model)):
         source, target = f"decoder.layers.{i}", f"model.layers.{i}"
+        from_mixer, to_mixer = f"{source}.self_attention", f"{target}.mixer"
         table += [
             TensorMapping(
                 f"{source}.input_layernorm.weight", (f"{target}.input_layernorm.weight",), (d,)
             ),
-            *MIXER_TABLES[mixer](model, f"{source}.self_attention", f"{target}.mixer"),
+            *(
+                _attention(model, from_mixer, to_mixer)
+                if mixer in ATTENTION
+                else _linear(model, mixer, from_mixer, to_mixer)
+            ),
             TensorMapping(
                 f"{source}.pre_mlp_layernorm.weight",
                 (f"{target}.post_attention_layernorm.weight",),
@@ -162,26 +171,25 @@ def lt2_config_values(config: RunConfig) -> dict[str, Any]:
             raise ValueError(
                 f"model.{name} is {given!r}: the exported modeling file has {value!r} only"
             )
+    mixers = _mixers(model)
     return {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_width,
         "num_hidden_layers": model.num_layers,
-        "mixers": expand_pattern(model.pattern, model.num_layers, tuple(MIXER_TABLES)),
+        "mixers": mixers,
+        "mixer_settings": {
+            name: asdict(model.mixer_settings(name)) for name in RECURRENT if name in mixers
+        },
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.attention_head_dim,
         "attention_output_gate": model.attention.output_gate,
+        "window_size": model.window.size,
         "loops": model.loops,
         "loop_residual": model.loop_residual,
         "rope_theta": model.rope.theta,
         "rope_interleaved": model.rope.interleaved,
-        "gdn_heads": model.gdn_heads,
-        "gdn_head_k_dim": model.gdn_head_k_dim,
-        "gdn_head_v_dim": model.gdn_head_v_dim,
-        "gdn_conv_size": model.gdn.conv_size,
-        "gdn_allow_neg_eigval": model.gdn.allow_neg_eigval,
-        "gdn_norm_eps": model.gdn.norm_eps,
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": config.data.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,

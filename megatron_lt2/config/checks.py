@@ -5,11 +5,16 @@ schema but not served by this version are refused here too, never ignored.
 """
 
 import math
+from dataclasses import fields
+from typing import Any
 
 from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import ModelConfig, RunConfig
-from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
+from megatron_lt2.mixers.registry import MIXER_NAMES, RECURRENT, get_mixer, recurrent_mixer
 from megatron_lt2.model.pattern import expand_pattern
+
+MAX_KEY_CHANNELS = 256
+"""Query/key channels a head that the GPU kernels of the recurrences take."""
 
 
 def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) -> None:
@@ -52,13 +57,7 @@ def _check_ranges(config: RunConfig) -> None:
         "model.rope.theta": model.rope.theta,
         "model.init.std": model.init.std,
         "model.init.cutoff": model.init.cutoff,
-        "model.gdn.num_heads": model.gdn.num_heads,
-        "model.gdn.head_k_dim": model.gdn.head_k_dim,
-        "model.gdn.expand_v": model.gdn.expand_v,
-        "model.gdn.conv_size": model.gdn.conv_size,
-        "model.gdn.norm_eps": model.gdn.norm_eps,
-        "model.gdn.a_init_max": model.gdn.a_init_max,
-        "model.gdn.dt_min": model.gdn.dt_min,
+        "model.window.size": model.window.size,
         "data.sequence_length": config.data.sequence_length,
         "training.steps": training.steps,
         "training.global_batch_size": training.global_batch_size,
@@ -74,6 +73,7 @@ def _check_ranges(config: RunConfig) -> None:
         "logging.interval": config.logging.interval,
         "logging.peak_tflops": config.logging.peak_tflops,
     }
+    positive |= _mixer_numbers(model)
     for name, value in positive.items():
         if value is not None and not 0 < value < math.inf:
             _refuse(f"{name} is {value}; it must be greater than 0")
@@ -98,11 +98,21 @@ def _check_ranges(config: RunConfig) -> None:
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
             _refuse(f"optimizer.betas {list(optimizer.betas)} must be at least 0 and below 1")
-    if model.gdn.dt_min > model.gdn.dt_max:
-        _refuse(
-            f"model.gdn.dt_min {model.gdn.dt_min} is above model.gdn.dt_max {model.gdn.dt_max}; "
-            "swap them"
-        )
+
+
+ANY_NUMBER = ("input_bias", "forget_bias_min", "forget_bias_max", "lower_bound")
+"""Settings of linear mixers that need not be greater than 0."""
+
+
+def _mixer_numbers(model: ModelConfig) -> dict[str, Any]:
+    """Settings of the linear mixers that must be greater than 0, by name."""
+    return {
+        f"model.{mixer}.{setting.name}": value
+        for mixer in RECURRENT
+        for setting in fields(getattr(model, mixer))
+        if setting.name not in ANY_NUMBER
+        and not isinstance(value := getattr(getattr(model, mixer), setting.name), bool | str)
+    }
 
 
 def _check_supported(config: RunConfig) -> None:
@@ -147,18 +157,26 @@ def _check_model(model: ModelConfig) -> None:
         names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if "gdn" in names:
-        for name, value in (("key", model.gdn_head_k_dim), ("value", model.gdn_head_v_dim)):
-            if value < 2 or value % 2:
-                _refuse(
-                    f"model.gdn gives {value} {name} channels a head; kernels need an even number, "
-                    "set model.gdn.head_k_dim or model.gdn.expand_v"
-                )
-        if model.gdn_head_k_dim > 256:
+    for name in sorted(set(names) & set(RECURRENT)):
+        _check_linear_mixer(name, model)
+
+
+def _check_linear_mixer(name: str, model: ModelConfig) -> None:
+    mixer = recurrent_mixer(name)(model.mixer_settings(name))
+    layout = mixer.layout
+    for kind, channels in (("key", layout.head_k_dim), ("value", layout.head_v_dim)):
+        if channels < 2 or channels % 2:
             _refuse(
-                f"model.gdn gives {model.gdn_head_k_dim} key channels a head; the kernels take at "
-                "most 256, use more model.gdn.num_heads"
+                f"model.{name} gives {channels} {kind} channels a head; kernels need an even "
+                f"number, set model.{name}.head_{kind[0]}_dim"
             )
+    if layout.head_k_dim > MAX_KEY_CHANNELS:
+        _refuse(
+            f"model.{name} gives {layout.head_k_dim} key channels a head; the kernels take at "
+            f"most {MAX_KEY_CHANNELS}, use more model.{name}.num_heads"
+        )
+    if problem := mixer.problem():
+        _refuse(f"model.{name}.{problem}")
 
 
 def _check_parallel(config: RunConfig, world_size: int) -> None:

@@ -10,6 +10,19 @@ and the step from here to megatron-core's own configs in `megatron_lt2/model/cor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_lt2.config.mixers import (
+    DeltaNetConfig,
+    GDNConfig,
+    GLAConfig,
+    HGRN2Config,
+    KDAConfig,
+    LinearAttentionConfig,
+    Mamba2Config,
+    MLSTMConfig,
+    RetNetConfig,
+    WindowConfig,
+)
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least `value`."""
@@ -34,38 +47,6 @@ class AttentionConfig:
     output_gate: bool = True
     """Multiply the attention output by sigmoid(x W_g), W_g zero at the start (Qiu et al.
     2025, gate "G1")."""
-
-
-@dataclass(kw_only=True)
-class GDNConfig:
-    """Gated DeltaNet layers (Yang et al. 2024, arXiv 2412.06464)."""
-
-    num_heads: int | None = None
-    """Heads; default: model.num_heads."""
-
-    head_k_dim: int | None = None
-    """Query/key channels a head; default: 0.75 * hidden_size / heads."""
-
-    expand_v: float = 2.0
-    """Value channels a head, as a multiple of head_k_dim."""
-
-    conv_size: int = 4
-    """Taps of the short causal convolution on q, k and v."""
-
-    allow_neg_eigval: bool = False
-    """Let beta reach 2 instead of 1, so that transition eigenvalues may be negative."""
-
-    norm_eps: float = 1e-5
-    """Epsilon of the gated RMS norm on each head's output."""
-
-    a_init_max: float = 16.0
-    """Decay rates A are drawn uniformly from (0, a_init_max]."""
-
-    dt_min: float = 1e-3
-    """Smallest initial time step; steps are drawn log-uniformly from [dt_min, dt_max]."""
-
-    dt_max: float = 1e-1
-    """Largest initial time step."""
 
 
 @dataclass(kw_only=True)
@@ -137,7 +118,16 @@ class ModelConfig:
 
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
+    window: WindowConfig = field(default_factory=WindowConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
+    kda: KDAConfig = field(default_factory=KDAConfig)
+    deltanet: DeltaNetConfig = field(default_factory=DeltaNetConfig)
+    mamba2: Mamba2Config = field(default_factory=Mamba2Config)
+    retnet: RetNetConfig = field(default_factory=RetNetConfig)
+    gla: GLAConfig = field(default_factory=GLAConfig)
+    linear: LinearAttentionConfig = field(default_factory=LinearAttentionConfig)
+    mlstm: MLSTMConfig = field(default_factory=MLSTMConfig)
+    hgrn2: HGRN2Config = field(default_factory=HGRN2Config)
     init: InitConfig = field(default_factory=InitConfig)
 
     @property
@@ -155,20 +145,9 @@ class ModelConfig:
         """Inner width of the SwiGLU."""
         return self.ffn_hidden_size or round_up(int(2 * 4 * self.hidden_size / 3), 256)
 
-    @property
-    def gdn_heads(self) -> int:
-        """Heads of the Gated DeltaNet layers."""
-        return self.gdn.num_heads or self.num_heads
-
-    @property
-    def gdn_head_k_dim(self) -> int:
-        """Query/key channels a Gated DeltaNet head."""
-        return self.gdn.head_k_dim or int(0.75 * self.hidden_size) // self.gdn_heads
-
-    @property
-    def gdn_head_v_dim(self) -> int:
-        """Value channels a Gated DeltaNet head."""
-        return int(self.gdn_head_k_dim * self.gdn.expand_v)
+    def mixer_settings(self, name: str) -> Any:
+        """Settings of the linear mixer `name` with every None replaced."""
+        return getattr(self, name).resolve(self.hidden_size, self.num_heads)
 
 
 @dataclass(kw_only=True)
@@ -311,6 +290,10 @@ class PrecisionConfig:
     kernels: Literal["auto", "fla", "torch"] = "auto"
     """Recurrence kernels: FLA's Triton kernels or the plain torch chunk form; 'auto': FLA on
     GPU."""
+
+    selftest: bool = True
+    """At start, compare each mixer's GPU kernel with the plain recurrence on random numbers, and
+    refuse to train if they differ by more than rounding."""
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,7 @@
 """The model as a Hugging Face folder carries it: configuration, modeling and cache files.
 
-`checkpoints_tools/convert.py export` copies these files, and the plain recurrences of
-`megatron_lt2/ops` beside them, into an export. They import torch and transformers only, so an
-export needs nothing of ours.
+`checkpoints_tools/convert.py export` copies these files, and beside them what they need of
+`megatron_lt2.recurrent`, `kernels` and `ops`, into an export. All of it imports torch and
+transformers only (FLA, if it is there, when a kernel is called), so an export needs nothing of
+ours.
 """

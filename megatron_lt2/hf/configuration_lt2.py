@@ -10,7 +10,23 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-MIXERS = ("full", "gdn")
+from ..recurrent.names import RECURRENT
+
+ATTENTION = ("full", "window")
+MIXERS = (*ATTENTION, *RECURRENT)
+
+PAPER_GDN: dict[str, Any] = {
+    "num_heads": 16,
+    "head_k_dim": 96,
+    "head_v_dim": 192,
+    "norm_eps": 1e-5,
+    "conv_size": 4,
+    "allow_neg_eigval": False,
+    "a_init_max": 16.0,
+    "dt_min": 1e-3,
+    "dt_max": 1e-1,
+}
+"""Settings of the paper's Gated DeltaNet layers."""
 
 
 class LT2Config(PretrainedConfig):
@@ -21,23 +37,22 @@ class LT2Config(PretrainedConfig):
         hidden_size: width d of the residual stream.
         intermediate_size: inner width of the SwiGLU.
         num_hidden_layers: stored layers N.
-        mixers: mixer of each layer, "full" (softmax attention) or "gdn" (Gated DeltaNet); by
-            default every fifth layer is "full".
-        num_attention_heads: heads of full attention.
-        num_key_value_heads: key/value heads of full attention; default: num_attention_heads.
-        head_dim: channels a full-attention head; default: hidden_size / num_attention_heads.
+        mixers: mixer of each layer: "full" (softmax attention), "window" (the same, looking back a
+            window only) or a linear mixer (`MIXERS`); by default every fifth layer is "full" and
+            the others "gdn".
+        mixer_settings: of each linear mixer in `mixers`, its settings by name: heads, channels,
+            initial values and what else its file asks for. Default: `PAPER_GDN` for "gdn" if
+            `mixers` is left out too.
+        num_attention_heads: heads of attention layers.
+        num_key_value_heads: their key/value heads; default: num_attention_heads.
+        head_dim: channels of such a head; default: hidden_size / num_attention_heads.
         attention_output_gate: multiply the attention output by sigmoid(x W_g).
         loops: T, how often the whole stack runs with the same weights.
         loop_residual: "per_channel" adds rho_t * (input of loop t) to the output of loop t, or
             "none".
-        rope_theta: base of the rotary frequencies of full attention.
+        window_size: tokens that a token of a "window" layer sees, itself included.
+        rope_theta: base of the rotary frequencies of attention layers.
         rope_interleaved: rotate neighbouring channels instead of the two halves of a head.
-        gdn_heads: heads of the Gated DeltaNet layers.
-        gdn_head_k_dim: query/key channels of such a head.
-        gdn_head_v_dim: value channels of such a head.
-        gdn_conv_size: taps of the short causal convolution on q, k and v.
-        gdn_allow_neg_eigval: beta reaches 2 instead of 1.
-        gdn_norm_eps: epsilon of the gated RMS norm on each head's output.
         rms_norm_eps: epsilon of the block norms and the final norm.
         max_position_embeddings: tokens a training sequence had.
         tie_word_embeddings: the embedding matrix is the output head.
@@ -57,20 +72,16 @@ class LT2Config(PretrainedConfig):
         intermediate_size: int = 5632,
         num_hidden_layers: int = 21,
         mixers: list[str] | None = None,
+        mixer_settings: dict[str, dict[str, Any]] | None = None,
         num_attention_heads: int = 16,
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         attention_output_gate: bool = True,
+        window_size: int = 2048,
         loops: int = 4,
         loop_residual: str = "per_channel",
         rope_theta: float = 10000.0,
         rope_interleaved: bool = False,
-        gdn_heads: int = 16,
-        gdn_head_k_dim: int = 96,
-        gdn_head_v_dim: int = 192,
-        gdn_conv_size: int = 4,
-        gdn_allow_neg_eigval: bool = False,
-        gdn_norm_eps: float = 1e-5,
         rms_norm_eps: float = 1e-6,
         max_position_embeddings: int = 4096,
         tie_word_embeddings: bool = True,
@@ -84,6 +95,9 @@ class LT2Config(PretrainedConfig):
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.num_hidden_layers = num_hidden_layers
+        if mixer_settings is None:
+            mixer_settings = {"gdn": PAPER_GDN} if mixers is None else {}
+        self.mixer_settings = {name: dict(values) for name, values in mixer_settings.items()}
         self.mixers = (
             list(mixers)
             if mixers is not None
@@ -93,16 +107,11 @@ class LT2Config(PretrainedConfig):
         self.num_key_value_heads = num_key_value_heads or num_attention_heads
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.attention_output_gate = attention_output_gate
+        self.window_size = window_size
         self.loops = loops
         self.loop_residual = loop_residual
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
-        self.gdn_heads = gdn_heads
-        self.gdn_head_k_dim = gdn_head_k_dim
-        self.gdn_head_v_dim = gdn_head_v_dim
-        self.gdn_conv_size = gdn_conv_size
-        self.gdn_allow_neg_eigval = gdn_allow_neg_eigval
-        self.gdn_norm_eps = gdn_norm_eps
         self.rms_norm_eps = rms_norm_eps
         self.max_position_embeddings = max_position_embeddings
         self.use_cache = use_cache
@@ -124,6 +133,14 @@ class LT2Config(PretrainedConfig):
         unknown = sorted(set(self.mixers) - set(MIXERS))
         if unknown:
             raise ValueError(f"mixers: unknown {unknown}; known are {list(MIXERS)}")
+        unknown = sorted(set(self.mixer_settings) - set(RECURRENT))
+        if unknown:
+            raise ValueError(f"mixer_settings: unknown {unknown}; known are {list(RECURRENT)}")
+        missing = sorted(set(self.mixers) - set(ATTENTION) - set(self.mixer_settings))
+        if missing:
+            raise ValueError(f"mixer_settings says nothing about {missing}, which mixers names")
+        if self.window_size < 1:
+            raise ValueError(f"window_size must be at least 1, got {self.window_size}")
         if self.loops < 1:
             raise ValueError(f"loops must be at least 1, got {self.loops}")
         if self.loop_residual not in ("per_channel", "none"):
@@ -135,5 +152,5 @@ class LT2Config(PretrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
-        if "full" in self.mixers and self.head_dim % 2:
+        if set(self.mixers) & set(ATTENTION) and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")

@@ -1,11 +1,7 @@
-"""The layers of an LT2 model: mixers, SwiGLU, and the block around them.
+"""The layers of an LT2 model: attention, SwiGLU, and the block around them.
 
 Shape suffixes: B batch, T new tokens, S past and new tokens, H heads, D channels, d width of the
-stream.
-
-Padding is exact, not approximate: attention never looks at a padded key; Gated DeltaNet sees zero
-inputs at padded positions, so that its convolution finds what it finds before a sequence starts,
-and there neither writes to its state (beta 0) nor lets it decay (log decay 0).
+stream. The linear mixers are in linear_lt2.py.
 """
 
 from collections.abc import Callable
@@ -17,13 +13,12 @@ from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..ops.conv import causal_conv1d, conv1d_step
-from ..ops.gdn import gdn_log_decay
-from ..ops.norms import gated_rms_norm, rms_norm
+from ..ops.norms import rms_norm
 from ..ops.rope import apply_rope
-from .cache_lt2 import GatedDeltaSlot
-from .configuration_lt2 import LT2Config
-from .recurrence_lt2 import gated_delta_rule
+from .cache_lt2 import LinearSlot, WindowSlot
+from .configuration_lt2 import ATTENTION, LT2Config
+from .linear_lt2 import LT2LinearMixer
+from .masks_lt2 import Tokens
 
 
 class LT2RMSNorm(nn.Module):
@@ -76,13 +71,19 @@ class LT2GateProjection(nn.Linear):
 
 
 class LT2Attention(nn.Module):
-    """Causal softmax attention with rotary positions, grouped keys and an optional output gate."""
+    """Causal softmax attention with rotary positions, grouped keys and an optional output gate.
+
+    Args:
+        config: of the model.
+        mixer: "full", or "window" to look back config.window_size tokens only.
+    """
 
     is_causal = True
 
-    def __init__(self, config: LT2Config) -> None:
+    def __init__(self, config: LT2Config, mixer: str) -> None:
         super().__init__()
         self.config = config
+        self.mixer = mixer
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         query_width = config.num_attention_heads * config.head_dim
@@ -98,14 +99,10 @@ class LT2Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
 
     def forward(
-        self,
-        x_BTd: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        real_BT: Tensor | None,
-        slot: DynamicLayer | None,
+        self, x_BTd: Tensor, tokens: Tokens, slot: DynamicLayer | WindowSlot | None
     ) -> Tensor:
-        """[B, T, d] -> [B, T, d]; keys and values are appended to `slot`."""
+        """[B, T, d] -> [B, T, d]; `slot` takes in the new keys and values."""
+        rope, mask = tokens.rope, tokens.window if self.mixer == "window" else tokens.full
         assert rope is not None
         q, k, v = (
             proj(x_BTd).unflatten(-1, (-1, self.head_dim))
@@ -125,78 +122,6 @@ class LT2Attention(nn.Module):
         return self.o_proj(out)
 
 
-class LT2ShortConv(nn.Module):
-    """Taps of a depthwise causal convolution, [channels, 1, taps] as torch's Conv1d holds them."""
-
-    def __init__(self, channels: int, taps: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-
-
-class LT2GatedDeltaNet(nn.Module):
-    """Gated DeltaNet (arXiv 2412.06464): short convolution, gated delta rule, gated head norm."""
-
-    def __init__(self, config: LT2Config) -> None:
-        super().__init__()
-        width, heads, taps = config.hidden_size, config.gdn_heads, config.gdn_conv_size
-        key_width, value_width = heads * config.gdn_head_k_dim, heads * config.gdn_head_v_dim
-        self.heads = heads
-        self.widths = [key_width, key_width, value_width]
-        self.max_beta = 2.0 if config.gdn_allow_neg_eigval else 1.0
-        self.norm_eps = config.gdn_norm_eps
-        self.q_proj = nn.Linear(width, key_width, bias=False)
-        self.k_proj = nn.Linear(width, key_width, bias=False)
-        self.v_proj = nn.Linear(width, value_width, bias=False)
-        self.g_proj = nn.Linear(width, value_width, bias=False)
-        self.b_proj = nn.Linear(width, heads, bias=False)
-        self.a_proj = nn.Linear(width, heads, bias=False)
-        self.q_conv1d = LT2ShortConv(key_width, taps)
-        self.k_conv1d = LT2ShortConv(key_width, taps)
-        self.v_conv1d = LT2ShortConv(value_width, taps)
-        # Decays are exponentials of these; 16 bits would change them visibly over long texts.
-        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
-        self.o_norm = LT2RMSNorm(config.gdn_head_v_dim, config.gdn_norm_eps)
-        self.o_proj = nn.Linear(value_width, width, bias=False)
-
-    def forward(
-        self,
-        x_BTd: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        real_BT: Tensor | None,
-        slot: GatedDeltaSlot | None,
-    ) -> Tensor:
-        """[B, T, d] -> [B, T, d]; tokens that `real_BT` calls padding leave the state alone."""
-        if real_BT is not None:
-            x_BTd = x_BTd * real_BT[..., None].to(x_BTd.dtype)
-        beta = _sigmoid(self.b_proj(x_BTd)) * self.max_beta
-        g = gdn_log_decay(self.a_proj(x_BTd), self.A_log, self.dt_bias)
-        if real_BT is not None:
-            beta, g = (x * real_BT[..., None].to(x.dtype) for x in (beta, g))
-
-        past_conv = slot.conv_state if slot is not None else None
-        past_state = slot.recurrent_state if slot is not None else None
-        qkv, conv_state = self._convolve(x_BTd, past_conv)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(self.widths, dim=-1))
-        out, state = gated_delta_rule(q, k, v, g, beta, past_state)
-        if slot is not None:
-            slot.update(conv_state, state, x_BTd.shape[1])
-
-        gate = self.g_proj(x_BTd).unflatten(-1, (self.heads, -1))
-        return self.o_proj(gated_rms_norm(out, gate, self.o_norm.weight, self.norm_eps).flatten(-2))
-
-    def _convolve(self, x_BTd: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Project to q | k | v and convolve the three in one call."""
-        x = torch.cat([self.q_proj(x_BTd), self.k_proj(x_BTd), self.v_proj(x_BTd)], dim=-1)
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        weight_DW = torch.cat([conv.weight for conv in convs]).squeeze(1)
-        if past is not None and x.shape[1] == 1:
-            y, state = conv1d_step(x[:, 0], weight_DW, past)
-            return y[:, None], state
-        return causal_conv1d(x, weight_DW, initial_state_NDW=past)
-
-
 class LT2MLP(nn.Module):
     """SwiGLU."""
 
@@ -213,20 +138,22 @@ class LT2MLP(nn.Module):
 class LT2Block(GradientCheckpointingLayer):
     """h = h + mixer(norm(h)); h = h + SwiGLU(norm(h))."""
 
-    def __init__(self, config: LT2Config, mixer: str) -> None:
+    def __init__(self, config: LT2Config, mixer: str, layer_index: int) -> None:
         super().__init__()
         self.input_layernorm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mixer = LT2Attention(config) if mixer == "full" else LT2GatedDeltaNet(config)
+        self.mixer = (
+            LT2Attention(config, mixer)
+            if mixer in ATTENTION
+            else LT2LinearMixer(config, mixer, layer_index)
+        )
         self.post_attention_layernorm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LT2MLP(config)
 
     def forward(
         self,
         h_BTd: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | None,
-        real_BT: Tensor | None,
-        slot: DynamicLayer | GatedDeltaSlot | None,
+        tokens: Tokens,
+        slot: DynamicLayer | WindowSlot | LinearSlot | None,
     ) -> Tensor:
-        h_BTd = h_BTd + self.mixer(self.input_layernorm(h_BTd), rope, mask, real_BT, slot)
+        h_BTd = h_BTd + self.mixer(self.input_layernorm(h_BTd), tokens, slot)
         return h_BTd + self.mlp(self.post_attention_layernorm(h_BTd))

@@ -1,13 +1,33 @@
 """Padding and causality: which positions are real, and where a query may look.
 
 Any row may be padded before or after its tokens. A hole between tokens is refused: attention could
-skip it, but the short convolution of a recurrent layer would look into it.
+skip it, but the short convolution of a linear mixer would look into it.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .cache_lt2 import LT2Cache
+
+
+class Tokens(NamedTuple):
+    """What the layers are told about the tokens of a call.
+
+    A named tuple, because accelerate moves those between devices.
+
+    positions: of each token in its row [B or 1, T].
+    real: False where a token is padding [B, T]; None: no padding among them.
+    rope: cosine and sine for attention layers; None without such layers.
+    full, window: masks of full and of window attention, see `attention_mask_for`.
+    """
+
+    positions: Tensor
+    real: Tensor | None = None
+    rope: tuple[Tensor, Tensor] | None = None
+    full: Tensor | None = None
+    window: Tensor | None = None
 
 
 def real_positions(
@@ -63,15 +83,33 @@ def real_positions(
 
 
 def attention_mask_for(
-    real_BS: Tensor | None, past: int, new: int, device: torch.device
+    real_BS: Tensor | None,
+    past: int,
+    new: int,
+    device: torch.device,
+    window: int | None = None,
 ) -> Tensor | None:
-    """Where each new query may look, bool [B or 1, 1, T, S]; None where causality alone says it."""
-    if real_BS is None and (past == 0 or new == 1):
+    """Where each new query may look, bool [B or 1, 1, T, S]; None where causality alone says it.
+
+    Args:
+        real_BS: which positions hold real tokens, see `real_positions`.
+        past: positions that the cache has seen.
+        new: positions of this call.
+        device: of the mask.
+        window: tokens that a query sees, itself included; None: all before it. With a window, S
+            counts the last window - 1 past positions only, which is what the cache keeps
+            (cache_lt2.WindowSlot).
+    """
+    kept = past if window is None else min(past, window - 1)
+    hides = window is not None and kept + new > window
+    if real_BS is None and (new == 1 or (kept == 0 and not hides)):
         return None
-    keys = torch.arange(past + new, device=device)
+    keys = torch.arange(past - kept, past + new, device=device)
     queries = torch.arange(past, past + new, device=device)[:, None]
     allowed = (keys <= queries)[None]
+    if window is not None:
+        allowed = allowed & (keys > queries - window)
     if real_BS is not None:
         # A padded query looks at itself: a row of the softmax with nothing in it would be NaN.
-        allowed = (allowed & real_BS[:, None, :]) | (keys == queries)
+        allowed = (allowed & real_BS[:, None, past - kept :]) | (keys == queries)
     return allowed[:, None]

@@ -7,11 +7,9 @@ one cache slot per (loop, layer).
 Works with `generate` (use_cache on or off), with batches padded on the left (a row gives the same
 numbers as alone), with several tokens after a non-empty cache, and for training (`labels`).
 
-Some imports serve only the other files of the folder: earlier transformers copy the files that this
-one imports, but not what those import in turn.
+A mixer's own weights (decay rates, gate biases) and rho are fp32 in models of any dtype.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -19,22 +17,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from ..ops.conv import causal_conv1d  # noqa: F401
-from ..ops.documents import document_ids  # noqa: F401
-from ..ops.gdn import chunk_gated_delta_rule  # noqa: F401
-from ..ops.norms import rms_norm  # noqa: F401
 from ..ops.rope import rope_cos_sin
 from .cache_lt2 import LT2Cache
-from .configuration_lt2 import LT2Config
-from .layers_lt2 import (
-    LT2Block,
-    LT2GatedDeltaNet,
-    LT2GateProjection,
-    LT2RMSNorm,
-    LT2ShortConv,
-)
-from .masks_lt2 import attention_mask_for, real_positions
-from .recurrence_lt2 import gated_delta_rule  # noqa: F401
+from .configuration_lt2 import ATTENTION, LT2Config
+from .layers_lt2 import LT2Block, LT2GateProjection, LT2RMSNorm
+from .linear_lt2 import LT2LinearMixer, LT2OutputNorm, LT2ShortConv
+from .masks_lt2 import Tokens, attention_mask_for, real_positions
 
 # In arguments and outputs: `cache` as of transformers 5.24, `past_key_values` before.
 CACHE_NAME = (
@@ -42,8 +30,6 @@ CACHE_NAME = (
 )
 
 INIT_CUTOFF = 3.0
-A_INIT_MAX = 16.0
-DT_INIT_RANGE = (1e-3, 1e-1)
 
 
 class LT2PreTrainedModel(PreTrainedModel):
@@ -56,8 +42,9 @@ class LT2PreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = True
     _is_stateful = True
-    # Trained in fp32 in 16-bit models too, and kept so whatever dtype a model is loaded in.
-    _keep_in_fp32_modules_strict = ["A_log", "dt_bias", "loop_residual"]
+    # Trained in fp32 in 16-bit models too, and kept so whatever dtype a model is loaded in; the
+    # mixers' own weights are added by LT2Model. transformers reads regular expressions here.
+    _keep_in_fp32_modules_strict: Any = ["loop_residual$"]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,22 +61,26 @@ class LT2PreTrainedModel(PreTrainedModel):
         }
         if isinstance(module, LT2GateProjection) and "weight" in fresh:
             module.weight.zero_()
-        elif isinstance(module, nn.Linear | nn.Embedding) and "weight" in fresh:
-            std = module.weight.shape[-1] ** -0.5
-            cutoff = INIT_CUTOFF * std
-            nn.init.trunc_normal_(module.weight, std=std, a=-cutoff, b=cutoff)
-        elif isinstance(module, LT2RMSNorm) and "weight" in fresh:
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            if "weight" in fresh:
+                std = module.weight.shape[-1] ** -0.5
+                cutoff = INIT_CUTOFF * std
+                nn.init.trunc_normal_(module.weight, std=std, a=-cutoff, b=cutoff)
+            if "bias" in fresh:
+                fresh["bias"].zero_()
+        elif isinstance(module, LT2RMSNorm | LT2OutputNorm) and "weight" in fresh:
             module.weight.fill_(1.0)
-        elif isinstance(module, LT2ShortConv) and "weight" in fresh:
+        elif isinstance(module, LT2ShortConv):
             bound = module.weight.shape[-1] ** -0.5
-            module.weight.uniform_(-bound, bound)
-        elif isinstance(module, LT2GatedDeltaNet):
-            if "A_log" in fresh:
-                module.A_log.uniform_(1e-4, A_INIT_MAX).log_()
-            if "dt_bias" in fresh:
-                low, high = (math.log(bound) for bound in DT_INIT_RANGE)
-                step = module.dt_bias.uniform_(low, high).exp_()
-                module.dt_bias.copy_(step + torch.log(-torch.expm1(-step)))  # inverse of softplus
+            for parameter in fresh.values():
+                parameter.uniform_(-bound, bound)
+        elif isinstance(module, LT2LinearMixer):
+            for name, parameter in fresh.items():
+                # Drawn on the CPU: a few numbers, and the same on every device.
+                values = module.layout.weights[name].init(
+                    tuple(parameter.shape), torch.default_generator
+                )
+                parameter.copy_(values)
         elif isinstance(module, LT2Model) and "loop_residual" in fresh:
             fresh["loop_residual"].zero_()
 
@@ -100,7 +91,9 @@ class LT2Model(LT2PreTrainedModel):
     def __init__(self, config: LT2Config) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([LT2Block(config, mixer) for mixer in config.mixers])
+        self.layers = nn.ModuleList(
+            [LT2Block(config, mixer, index) for index, mixer in enumerate(config.mixers)]
+        )
         self.loop_residual = (
             nn.Parameter(torch.zeros(config.loops, config.hidden_size, dtype=torch.float32))
             if config.loop_residual == "per_channel"
@@ -109,6 +102,13 @@ class LT2Model(LT2PreTrainedModel):
         self.norm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.loops = config.loops
         self.gradient_checkpointing = False
+        own = {
+            f"mixer.{name}$"
+            for layer in self.layers
+            if isinstance(layer.mixer, LT2LinearMixer)
+            for name in layer.mixer.layout.weights
+        }
+        self._keep_in_fp32_modules_strict = {*self._keep_in_fp32_modules_strict, *own}
         self.post_init()
 
     def forward(
@@ -165,18 +165,14 @@ class LT2Model(LT2PreTrainedModel):
                 position_ids = torch.arange(past, past + new, device=h.device)[None]
             else:
                 position_ids = (real_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
-        rope = mask = None
-        if "full" in self.config.mixers:
-            rope = rope_cos_sin(position_ids, self.config.head_dim, self.config.rope_theta)
-            mask = attention_mask_for(real_BS, past, new, h.device)
-        real_BT = real_BS[:, -new:] if real_BS is not None else None
+        tokens = self._tokens(position_ids, real_BS, past)
 
         states = [h]
         for loop in range(self.loops):
             loop_input = h
             for index, layer in enumerate(self.layers):
                 slot = cache.slot(loop, index) if cache is not None else None
-                h = layer(h, rope, mask, real_BT, slot)
+                h = layer(h, tokens, slot)
                 if output_hidden_states:
                     states.append(h)
             if self.loop_residual is not None:
@@ -190,6 +186,22 @@ class LT2Model(LT2PreTrainedModel):
             **{CACHE_NAME: cache},
         )
         return outputs.to_tuple() if _wants_tuple(return_dict, self.config) else outputs
+
+    def _tokens(self, positions: Tensor, real_BS: Tensor | None, past: int) -> Tokens:
+        """What the layers need to know about the new tokens, made once for all loops."""
+        config, new, device = self.config, positions.shape[-1], positions.device
+        rope = full = window = None
+        if set(config.mixers) & set(ATTENTION):
+            rope = rope_cos_sin(positions, config.head_dim, config.rope_theta)
+        if "full" in config.mixers:
+            full = attention_mask_for(real_BS, past, new, device)
+        if "window" in config.mixers:
+            window = attention_mask_for(real_BS, past, new, device, config.window_size)
+        real_BT = None
+        # Once padding lies in the past only, the linear mixers need not hear of it.
+        if real_BS is not None and not bool(real_BS[:, past:].all()):
+            real_BT = real_BS[:, past:]
+        return Tokens(positions, real_BT, rope, full, window)
 
     def _choose_cache(
         self, cache: LT2Cache | None, older_name: LT2Cache | None, use_cache: bool | None

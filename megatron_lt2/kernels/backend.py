@@ -1,23 +1,23 @@
-"""Which kernels run, and every condition that FLA's kernels need.
+"""Which kernels run, which software FLA's kernels need, and how they are imported.
 
-The kernels assume much and check little: some wrong inputs read out of bounds, some versions
-compute wrong gradients in silence. All guards are kept here, so that one place shows what is
-supported.
+`megatron_lt2.kernels.guards` holds the conditions on single calls.
 """
 
+import importlib
 import importlib.util
 import os
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from packaging.version import Version
 from torch import Tensor
 
-from megatron_lt2.ops.gdn import check_shapes
-
 Backend = Literal["fla", "torch"]
+State = Tensor | tuple[Tensor, ...]
 
 FLA_MIN = Version("0.5.2")
 """Older releases have wrong gradients (fla-org/flash-linear-attention #1115)."""
@@ -25,7 +25,6 @@ FLA_MIN = Version("0.5.2")
 HOPPER_BAD_TRITON = (Version("3.4.0"), Version("3.7.1"))
 """First bad and first good version: gated gradients are wrong on Hopper (FLA #640)."""
 
-FLA_MAX_KEY_DIM = 256
 INSTALL_FLA = 'pip install "fla-core==0.6.0" "triton>=3.7.1"'
 USE_TORCH = "or set precision.kernels=torch"
 
@@ -53,13 +52,16 @@ def is_hopper() -> bool:
     return on_nvidia and torch.cuda.get_device_capability()[0] == 9
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
     """Whether Triton interprets kernels on the CPU, as the tests do."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def check_fla_installed() -> None:
     """Refuse a software stack in which FLA is missing or known to compute wrong results.
+
+    Triton before 3.8 has one more defect on Hopper, in GLA with states stored as [V, K]; states
+    here are [K, V].
 
     Raises:
         RuntimeError: one sentence that says what to install.
@@ -98,7 +100,7 @@ def resolve_backend(choice: str, device_type: str) -> Backend:
         raise ValueError(f"precision.kernels must be auto, fla or torch, not {choice!r}.")
     if choice == "torch" or (choice == "auto" and device_type != "cuda"):
         return "torch"
-    _check_device(device_type)
+    check_device(device_type)
     check_fla_installed()
     return "fla"
 
@@ -114,84 +116,86 @@ def use_fla(backend: str) -> bool:
     return backend == "fla"
 
 
-def _check_device(device_type: str) -> None:
-    if device_type != "cuda" and not _interpreting():
+def check_device(device_type: str) -> None:
+    """Refuse FLA on a device without Triton.
+
+    Raises:
+        ValueError: the device is not a CUDA GPU and Triton does not interpret.
+    """
+    if device_type != "cuda" and not interpreting():
         raise ValueError(
             f"FLA kernels need a CUDA GPU, not the device {device_type!r};"
             " set precision.kernels=torch."
         )
 
 
-def _check_dtypes(**tensors: Tensor) -> None:
-    dtypes = {x.dtype for x in tensors.values()}
-    if len(dtypes) != 1 or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
-        found = ", ".join(f"{name} {x.dtype}" for name, x in tensors.items())
-        raise ValueError(
-            f"FLA kernels need one of bf16, fp16, fp32 for {', '.join(tensors)}, not {found}."
-        )
+@cache
+def fla_function(module: str, name: str) -> Callable[..., Any]:
+    """A function of FLA, imported when first asked for.
 
+    Through importlib, because transformers refuses code next to a checkpoint that names a package
+    which is not installed, and these files travel with exported models.
 
-def _check_packed(cu_seqlens: Tensor | None, batch: int) -> None:
-    if cu_seqlens is not None and batch != 1:
-        raise ValueError(f"cu_seqlens needs one packed row, but the batch size is {batch}.")
-
-
-def guard_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor | None
-) -> None:
-    """Conditions of FLA's gated delta rule; shapes as in `megatron_lt2.ops.gdn`.
+    Args:
+        module: "fla.ops.gla" and the like.
+        name: of the function in it.
 
     Raises:
-        ValueError: one of them is not met.
+        RuntimeError: FLA is missing or known to be wrong in this installation.
     """
-    _check_device(q.device.type)
-    _check_dtypes(q=q, k=k, v=v)
-    _check_packed(cu_seqlens, q.shape[0])
-    check_shapes(q, k, v, g, beta)
-    key_dim, value_dim = k.shape[-1], v.shape[-1]
-    if key_dim > FLA_MAX_KEY_DIM:
-        raise ValueError(
-            f"FLA's gated delta rule takes up to {FLA_MAX_KEY_DIM} key channels a head,"
-            f" not {key_dim}."
-        )
-    if key_dim % 2 or value_dim % 2:
-        raise ValueError(
-            "FLA's gated delta rule needs even numbers of key and value channels a head,"
-            f" not {key_dim} and {value_dim}."
-        )
+    check_fla_installed()
+    return getattr(importlib.import_module(module), name)
 
 
-def guard_conv(x_BTD: Tensor, weight_DW: Tensor, cu_seqlens: Tensor | None) -> None:
-    """Conditions of FLA's convolution.
+def one_token(
+    tensors: Sequence[Tensor | None], state: State | None, cu_seqlens: Tensor | None
+) -> bool:
+    """Whether a call decodes: one token a row, from a state, and nothing to differentiate.
 
-    A packed batch of two rows would get a wrong weight gradient there (FLA #955).
-
-    Raises:
-        ValueError: one of them is not met.
+    Args:
+        tensors: what the call takes, queries [B, T, H, K] first.
+        state: initial state, one tensor or several.
+        cu_seqlens: document borders.
     """
-    _check_device(x_BTD.device.type)
-    _check_dtypes(x=x_BTD)
-    _check_packed(cu_seqlens, x_BTD.shape[0])
-    if x_BTD.shape[-1] != weight_DW.shape[0]:
-        raise ValueError(
-            f"The convolution has {weight_DW.shape[0]} channels,"
-            f" but its input has {x_BTD.shape[-1]}."
-        )
+    queries = tensors[0]
+    assert queries is not None
+    if queries.shape[1] != 1 or state is None or cu_seqlens is not None:
+        return False
+    everything = (*tensors, *(state if isinstance(state, tuple) else (state,)))
+    return not (
+        torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in everything)
+    )
 
 
-def guard_gated_norm(x: Tensor, gate: Tensor, weight: Tensor) -> None:
-    """Conditions of FLA's gated norm.
+def run_torch(
+    chunk: Callable[..., Any],
+    step: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    *,
+    initial_state: State | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+    scale: float | None,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """A recurrence of `megatron_lt2.ops`: its step for one token of decoding, else its chunk form.
 
-    Raises:
-        ValueError: one of them is not met.
+    Args:
+        chunk, step: the two forms.
+        tensors: what they take, with and without T.
+        initial_state, cu_seqlens, output_final_state, scale, options: of the call.
+
+    Returns:
+        Output [B, T, H, V], and the final state or None.
     """
-    _check_device(x.device.type)
-    _check_dtypes(x=x, gate=gate)
-    if x.shape != gate.shape or weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"The gated norm needs a gate of the input's shape {tuple(x.shape)} and a weight of"
-            f" {x.shape[-1]} numbers, not {tuple(gate.shape)} and {tuple(weight.shape)}."
-        )
+    options["scale"] = scale
+    if one_token(tensors, initial_state, cu_seqlens):
+        token = [None if x is None else x[:, 0] for x in tensors]
+        o, state = step(*token, initial_state, **options)
+        o = o.unsqueeze(1)
+    else:
+        o, state = chunk(*tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, **options)
+    return o, state if output_final_state else None
 
 
 def detect_apex() -> Literal["nvidia", "unrelated"] | None:

@@ -3,9 +3,10 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lt2.kernels.backend import guard_conv, use_fla
-from megatron_lt2.ops import conv
-from megatron_lt2.ops.conv import Activation
+from ..ops import conv
+from ..ops.conv import Activation
+from .backend import fla_function, use_fla
+from .guards import guard_conv
 
 
 def causal_conv1d(
@@ -13,6 +14,7 @@ def causal_conv1d(
     weight_DW: Tensor,
     *,
     backend: str,
+    bias_D: Tensor | None = None,
     activation: Activation = "silu",
     initial_state_NDW: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -25,7 +27,7 @@ def causal_conv1d(
 
     Args:
         backend: "fla" or "torch".
-        cu_seqlens: see `megatron_lt2.kernels.gdn.gated_delta_rule`.
+        cu_seqlens: see `megatron_lt2.kernels.simple_gla.simple_gla`.
         output_final_state: also return the last W-1 inputs of each document.
 
     Returns:
@@ -38,21 +40,22 @@ def causal_conv1d(
         y, state = conv.causal_conv1d(
             x_BTD,
             weight_DW,
+            bias_D=bias_D,
             activation=activation,
             initial_state_NDW=initial_state_NDW,
             cu_seqlens=cu_seqlens,
         )
         return y, state if output_final_state else None
 
-    guard_conv(x_BTD, weight_DW, cu_seqlens)
-    from fla.modules.convolution import causal_conv1d as fla_causal_conv1d
+    guard_conv(x_BTD, weight_DW, bias_D, cu_seqlens)
 
     if initial_state_NDW is not None:
         # FLA's state has W columns, of which it never reads the oldest.
         initial_state_NDW = F.pad(initial_state_NDW.to(x_BTD.dtype), (1, 0))
-    y, state = fla_causal_conv1d(
+    y, state = fla_function("fla.modules.convolution", "causal_conv1d")(
         x_BTD,
         weight_DW,
+        bias=bias_D,
         initial_state=initial_state_NDW,
         output_final_state=output_final_state,
         activation=activation,

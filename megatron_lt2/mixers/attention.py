@@ -1,11 +1,14 @@
-"""Full softmax attention: megatron-core's SelfAttention with LT2's output gate and a plain core.
+"""Softmax attention: megatron-core's SelfAttention with LT2's output gate and a plain core.
 
 The gate is megatron-core's `attention_output_gate`: its rows are fused into linear_qkv, one block a
 key/value group, [queries | gate | key | value]. LT2 starts them at zero (gate = 0.5 everywhere),
 which is declared here. The core is torch's scaled_dot_product_attention, or its variable-length
 form on GPU, so that neither Transformer Engine nor a dense mask is needed.
+
+`full` sees the whole document so far; `window.py` gives the same layer a limit.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -19,8 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_lt2.config.schema import ModelConfig
+from megatron_lt2.kernels.window import FLASH_DTYPES, varlen_attention, window_attention
 from megatron_lt2.mixers.entry import MixerEntry
-from megatron_lt2.mixers.parameters import Shards, declare, truncated_normal
+from megatron_lt2.mixers.parameters import Shards, declare
+from megatron_lt2.recurrent.initial import truncated_normal
 
 
 class FullAttention(SelfAttention):
@@ -49,6 +54,11 @@ class CausalCoreAttention(MegatronModule):
     Fills megatron-core's core_attention slot. Inputs are [s, b, heads, d], or [t, heads, d] for
     'thd' packing; keys and values may have fewer heads (grouped queries). Output: [s, b, heads * d]
     ([t, ...]).
+
+    Args:
+        window: tokens that a query sees, itself included; None: all so far.
+        kernels: "fla" or "torch", for the window.
+        Others as megatron-core gives them.
     """
 
     def __init__(
@@ -58,10 +68,13 @@ class CausalCoreAttention(MegatronModule):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        window: int | None = None,
+        kernels: str = "torch",
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale = softmax_scale
+        self.softmax_scale, self.window, self.kernels = softmax_scale, window, kernels
+        _check_core(config, window)
 
     def forward(
         self,
@@ -79,9 +92,8 @@ class CausalCoreAttention(MegatronModule):
         """
         assert attention_bias is None, "CausalCoreAttention has no attention bias"
         if packed_seq_params is None:
-            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            out = self._attend(q, k, v)
-            return out.permute(2, 0, 1, 3).flatten(2)
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            return self._attend(q, k, v).transpose(0, 1).flatten(2)
         if query.dim() == 4:
             assert query.shape[1] == 1, "packed documents need a batch of one row"
             q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
@@ -89,48 +101,61 @@ class CausalCoreAttention(MegatronModule):
         return self._packed(query, key, value, packed_seq_params).flatten(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+        """Attention within each row; q, k, v are [b, s, heads, d]."""
+        if self.window is not None:
+            return window_attention(
+                q, k, v, self.window, backend=self.kernels, scale=self.softmax_scale
+            )
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
         )
+        return out.transpose(1, 2)
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, packing: PackedSeqParams) -> Tensor:
         """Attention within each document; q, k, v are [t, heads, d]."""
-        bounds = packing.cu_seqlens_q
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-            return varlen_attention(q, k, v, bounds, int(packing.max_seqlen_q), self.softmax_scale)
+        bounds, longest = packing.cu_seqlens_q, int(packing.max_seqlen_q)
+        if self.window is not None:
+            return window_attention(
+                q[None],
+                k[None],
+                v[None],
+                self.window,
+                backend=self.kernels,
+                scale=self.softmax_scale,
+                cu_seqlens=bounds,
+                max_length=longest,
+            )[0]
+        if q.is_cuda and q.dtype in FLASH_DTYPES:
+            return varlen_attention(q, k, v, bounds, longest, scale=self.softmax_scale)
         documents = []
         starts = bounds.tolist()
         for start, end in zip(starts[:-1], starts[1:], strict=True):
-            rows = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            documents.append(self._attend(*rows).squeeze(0).transpose(0, 1))
+            documents.append(self._attend(*(x[None, start:end] for x in (q, k, v)))[0])
         return torch.cat(documents)
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float | None
-) -> Tensor:
-    """Flash attention over packed documents; q [t, heads, d], bounds int32 [documents + 1].
+def _check_core(config: Any, window: int | None) -> None:
+    """Refuse what the core would compute wrongly.
 
-    torch renamed the causal switch: `is_causal` up to 2.11, a window open to the left later.
+    Raises:
+        ValueError: one sentence.
     """
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    if k.shape[1] != q.shape[1]:
-        repeats = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-    accepted = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in accepted else {"is_causal": True}
-    )
-    if scale is not None:
-        causal["scale"] = scale
-    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)
-    return out
+    if config.context_parallel_size > 1:
+        raise ValueError(
+            f"context_parallel_size {config.context_parallel_size} is not supported by attention "
+            "layers; set it to 1"
+        )
+    if window is not None and (isinstance(window, bool) or window != int(window) or window < 1):
+        raise ValueError(
+            f"model.window.size is {window}; a token sees at least itself, set a whole number of "
+            "1 or more"
+        )
 
 
-def _spec(model: ModelConfig, kernels: str) -> ModuleSpec:
+def attention_spec(model: ModelConfig, kernels: str, window: int | None = None) -> ModuleSpec:
+    """The attention layer, limited to the last `window` tokens if given."""
     return ModuleSpec(
         module=FullAttention,
         params={
@@ -140,28 +165,36 @@ def _spec(model: ModelConfig, kernels: str) -> ModuleSpec:
         },
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=CausalCoreAttention,
+            core_attention=functools.partial(CausalCoreAttention, window=window, kernels=kernels),
             linear_proj=RowParallelLinear,
         ),
     )
 
 
-def _parameters(model: ModelConfig) -> int:
+def attention_heads(model: ModelConfig) -> dict[str, int]:
+    """Head counts that tensor parallelism must divide, by setting."""
+    return {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
+
+
+def attention_parameters(model: ModelConfig) -> int:
+    """Parameters of one layer, all of them in matrices."""
     queries = model.num_heads * model.attention_head_dim
     keys = model.kv_heads * model.attention_head_dim
     projections = queries * (2 if model.attention.output_gate else 1) + 2 * keys
     return model.hidden_size * (projections + queries)
 
 
-def _flops(model: ModelConfig, length: int) -> float:
-    # q k^T and the product with v, 2 multiply-adds each; a causal query sees half of the keys.
-    return 2 * 2 * model.num_heads * model.attention_head_dim * (length + 1) / 2
+def attention_flops(model: ModelConfig, keys: float) -> float:
+    """Operations a token that sees `keys` tokens on average, beyond the matrices."""
+    # q k^T and the product with v, one multiply-add a channel and key each.
+    return 2 * 2 * model.num_heads * model.attention_head_dim * keys
 
 
 MIXER = MixerEntry(
-    spec=_spec,
-    heads=lambda m: {"model.num_heads": m.num_heads, "model.num_kv_heads": m.kv_heads},
-    parameters=_parameters,
-    matrix_parameters=_parameters,
-    token_flops=_flops,
+    spec=attention_spec,
+    heads=attention_heads,
+    parameters=attention_parameters,
+    matrix_parameters=attention_parameters,
+    # A causal query sees half of the sequence.
+    token_flops=lambda model, length: attention_flops(model, (length + 1) / 2),
 )

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_lt2.mixers.parameters import constant, declare, new_parameter
+from megatron_lt2.mixers.parameters import declare, new_parameter
+from megatron_lt2.recurrent.initial import constant
 
 
 class RMSNorm(nn.Module):

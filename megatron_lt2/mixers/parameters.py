@@ -5,13 +5,12 @@ the local shard (`model/init.py`). So a model starts from the same weights on an
 parameter that needs more than the default declares it here, next to where it is made.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-Initialiser = Callable[[tuple[int, ...], torch.Generator], Tensor]
+from megatron_lt2.recurrent.base import Initialiser
 
 
 @dataclass(frozen=True)
@@ -55,29 +54,3 @@ def declare(
 def new_parameter(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
     """An uninitialised parameter on this rank's device."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=torch.cuda.current_device()))
-
-
-def constant(value: float) -> Initialiser:
-    """Every element starts at `value`."""
-    return lambda shape, generator: torch.full(shape, value, device=generator.device)
-
-
-def uniform(low: float, high: float) -> Initialiser:
-    """Uniform between `low` and `high`."""
-
-    def fill(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        return torch.rand(shape, generator=generator, device=generator.device) * (high - low) + low
-
-    return fill
-
-
-def truncated_normal(std: float, cutoff: float) -> Initialiser:
-    """Normal with standard deviation `std`, cut off at `cutoff` standard deviations."""
-
-    def fill(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        values = torch.empty(shape, device=generator.device)
-        return nn.init.trunc_normal_(
-            values, std=std, a=-cutoff * std, b=cutoff * std, generator=generator
-        )
-
-    return fill

@@ -1,20 +1,28 @@
-"""Which mixers exist. A new one is one file that defines MIXER, and one line here.
+"""Which mixers exist.
 
-Modules are imported when a mixer is asked for, so that names can be checked without megatron-core.
+Linear mixers are listed in `megatron_lt2/recurrent/names.py`: their files describe a recurrence,
+and `linear.py` makes a layer of it. `ATTENTION` names the layers that are not recurrent; such a
+file defines MIXER. Modules are imported when a mixer is asked for, so that names can be checked
+without torch and megatron-core.
 """
 
 import importlib
 
 from megatron_lt2.mixers.entry import MixerEntry
+from megatron_lt2.recurrent.names import RECURRENT, recurrent_mixer
 
-MIXER_MODULES = {
+ATTENTION = {
     "full": "megatron_lt2.mixers.attention",
-    "gdn": "megatron_lt2.mixers.gdn",
+    "window": "megatron_lt2.mixers.window",
 }
 
-MIXER_NAMES = tuple(MIXER_MODULES)
+MIXER_NAMES = (*ATTENTION, *RECURRENT)
 
 
 def get_mixer(name: str) -> MixerEntry:
     """The entry of the mixer that layer patterns call `name`."""
-    return importlib.import_module(MIXER_MODULES[name]).MIXER
+    if name in RECURRENT:
+        from megatron_lt2.mixers.linear_entry import linear_entry
+
+        return linear_entry(name, recurrent_mixer(name))
+    return importlib.import_module(ATTENTION[name]).MIXER

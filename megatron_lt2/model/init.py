@@ -13,8 +13,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_lt2.config.schema import ModelConfig
-from megatron_lt2.mixers.parameters import Shards, truncated_normal
+from megatron_lt2.mixers.parameters import Shards
 from megatron_lt2.model.lt2_model import LT2Model
+from megatron_lt2.recurrent.initial import truncated_normal
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from megatron_lt2.mixers.parameters import constant, declare, new_parameter
+from megatron_lt2.mixers.parameters import declare, new_parameter
+from megatron_lt2.recurrent.initial import constant
 
 
 class LoopedTransformerBlock(TransformerBlock):

@@ -24,8 +24,15 @@ def _activate(y: Tensor, activation: Activation) -> Tensor:
     raise ValueError(f"The convolution knows the activations 'silu' and None, not {activation!r}.")
 
 
-def _check(x: Tensor, weight_DW: Tensor, state: Tensor | None, documents: int) -> None:
+def _check(
+    x: Tensor, weight_DW: Tensor, bias_D: Tensor | None, state: Tensor | None, documents: int
+) -> None:
     channels, taps = weight_DW.shape
+    if bias_D is not None and tuple(bias_D.shape) != (channels,):
+        raise ValueError(
+            f"The convolution has {channels} channels, but its bias has shape"
+            f" {tuple(bias_D.shape)}."
+        )
     if x.shape[-1] != channels:
         raise ValueError(
             f"The convolution has {channels} channels, but its input has {x.shape[-1]}."
@@ -49,6 +56,7 @@ def causal_conv1d(
     x_BTD: Tensor,
     weight_DW: Tensor,
     *,
+    bias_D: Tensor | None = None,
     activation: Activation = "silu",
     initial_state_NDW: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -58,6 +66,7 @@ def causal_conv1d(
     Args:
         x_BTD: input.
         weight_DW: taps; the last one multiplies the current token.
+        bias_D: added before the activation.
         activation: applied to the result.
         initial_state_NDW: the W-1 inputs before each document, oldest first [N, D, W-1]; default
             zero.
@@ -76,7 +85,7 @@ def causal_conv1d(
     documents = batch
     if cu_seqlens is not None:
         documents = len(document_bounds(cu_seqlens, batch, length)) - 1
-    _check(x_BTD, weight_DW, initial_state_NDW, documents)
+    _check(x_BTD, weight_DW, bias_D, initial_state_NDW, documents)
     if initial_state_NDW is None:
         past = x_BTD.new_zeros(documents, history, channels)
     else:
@@ -105,6 +114,8 @@ def causal_conv1d(
         y = y.index_select(1, token_row - history)
     # A copy: a view would keep the whole extended input alive as long as a cache holds the state.
     state = state.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    if bias_D is not None:
+        y = y + bias_D.to(y.dtype)
     return _activate(y, activation).to(x_BTD.dtype), state
 
 
@@ -114,7 +125,12 @@ def _convolve(x_BTD: Tensor, weight_DW: Tensor, length: int) -> Tensor:
 
 
 def conv1d_step(
-    x_BD: Tensor, weight_DW: Tensor, state: Tensor, *, activation: Activation = "silu"
+    x_BD: Tensor,
+    weight_DW: Tensor,
+    state: Tensor,
+    *,
+    bias_D: Tensor | None = None,
+    activation: Activation = "silu",
 ) -> tuple[Tensor, Tensor]:
     """One token of `causal_conv1d`, for decoding.
 
@@ -122,6 +138,7 @@ def conv1d_step(
         x_BD: input of this token.
         weight_DW: taps.
         state: the W-1 inputs before it [B, D, W-1]; not changed.
+        bias_D: added before the activation.
         activation: applied to the result.
 
     Returns:
@@ -130,8 +147,10 @@ def conv1d_step(
     Raises:
         ValueError: shapes do not fit together, or an unknown activation.
     """
-    _check(x_BD, weight_DW, state, x_BD.shape[0])
+    _check(x_BD, weight_DW, bias_D, state, x_BD.shape[0])
     window = torch.cat([state.to(x_BD.dtype), x_BD.unsqueeze(-1)], -1)
     dtype = torch.promote_types(x_BD.dtype, torch.float32)
     y = (window.to(dtype) * weight_DW.to(dtype)).sum(-1)
+    if bias_D is not None:
+        y = y + bias_D.to(dtype)
     return _activate(y, activation).to(x_BD.dtype), window[..., 1:]

@@ -15,6 +15,7 @@ from megatron_lt2.data.statistics import unigram_entropy
 from megatron_lt2.data.tokenizer import Tokenizer
 from megatron_lt2.model.counting import training_flops_per_token
 from megatron_lt2.parallel import platform
+from megatron_lt2.selftest import check_kernels
 from megatron_lt2.training.checkpoint import Checkpointer
 from megatron_lt2.training.environment import apex_note
 from megatron_lt2.training.metrics import RunLog
@@ -48,6 +49,8 @@ class Trainer:
         )
         self.train_data, self.valid_data = build_datasets(config, tokenizer)
         self.parts = build_parts(config)
+        if config.precision.selftest and self.parts.kernels == "fla":
+            check_kernels(config, self.parts.dtype, platform.device())
         self.checkpoints = Checkpointer(config, self.parts, log, tuple(data_checksums(config)))
         self.unigram = self._unigram()
         self.first_step = 0

@@ -13,7 +13,7 @@ from megatron_lt2.parallel import platform
 platform.install()
 
 from megatron_lt2.mixers.attention import FullAttention  # noqa: E402
-from megatron_lt2.mixers.linear_base import LinearMixer  # noqa: E402
+from megatron_lt2.mixers.linear import LinearMixer  # noqa: E402
 from megatron_lt2.train import main  # noqa: E402
 
 

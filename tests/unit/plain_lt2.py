@@ -5,6 +5,7 @@ complex numbers do the rotation, so that even the rotary layout is a second opin
 """
 
 import torch
+from plain_mixers import MIXERS, Layer
 from torch import Tensor
 
 from megatron_lt2.hf.configuration_lt2 import LT2Config
@@ -24,8 +25,16 @@ def plain_logits(weights: dict[str, Tensor], config: LT2Config, ids: list[int]) 
             }
             eps = config.rms_norm_eps
             normed = [_rms(x, layer["input_layernorm.weight"], eps) for x in stream]
-            mix = _attention if mixer == "full" else _gdn
-            stream = [x + y for x, y in zip(stream, mix(layer, config, normed), strict=True)]
+            if mixer in ("full", "window"):
+                window = len(ids) if mixer == "full" else config.window_size
+                mixed = _attention(layer, config, normed, window)
+            elif mixer == "gdn":
+                mixed = _gdn(layer, config, normed)
+            else:
+                depth = (i + 1) / config.num_hidden_layers
+                settings = config.mixer_settings[mixer]
+                mixed = MIXERS[mixer](Layer(layer, settings, normed, depth))
+            stream = [x + y for x, y in zip(stream, mixed, strict=True)]
             for t, x in enumerate(stream):
                 y = _rms(x, layer["post_attention_layernorm.weight"], eps)
                 gate, up = layer["mlp.gate_proj.weight"] @ y, layer["mlp.up_proj.weight"] @ y
@@ -61,7 +70,9 @@ def _rotate(x: Tensor, position: int, config: LT2Config) -> Tensor:
     return torch.cat([turned.real, turned.imag])
 
 
-def _attention(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[Tensor]:
+def _attention(
+    layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor], window: int
+) -> list[Tensor]:
     heads, dim = config.num_attention_heads, config.head_dim
     share = heads // config.num_key_value_heads
     queries, keys, values = [], [], []
@@ -75,9 +86,10 @@ def _attention(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) ->
         mixed = []
         for head in range(heads):
             group = head // share
-            scores = [queries[t][head] @ keys[s][group] / dim**0.5 for s in range(t + 1)]
+            seen = range(max(0, t + 1 - window), t + 1)
+            scores = [queries[t][head] @ keys[s][group] / dim**0.5 for s in seen]
             weights = torch.stack(scores).softmax(0)
-            mixed.append(sum(weights[s] * values[s][group] for s in range(t + 1)))
+            mixed.append(sum(w * values[s][group] for w, s in zip(weights, seen, strict=True)))
         out = torch.cat(mixed)
         if config.attention_output_gate:
             out = out * _sigmoid(layer["mixer.g_proj.weight"] @ x)
@@ -86,8 +98,12 @@ def _attention(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) ->
 
 
 def _gdn(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[Tensor]:
-    heads, taps = config.gdn_heads, config.gdn_conv_size
-    projected = {n: [layer[f"mixer.{n}_proj.weight"] @ x for x in xs] for n in "qkvgba"}
+    gdn = config.mixer_settings["gdn"]
+    heads, taps = gdn["num_heads"], gdn["conv_size"]
+    projected = {
+        n: [layer[f"mixer.{n}_proj.weight"] @ x for x in xs]
+        for n in ("q", "k", "v", "gate", "beta", "decay")
+    }
     convolved: dict[str, list[Tensor]] = {}
     for n in "qkv":
         taps_of_channel = layer[f"mixer.{n}_conv1d.weight"][:, 0]
@@ -98,13 +114,13 @@ def _gdn(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[
                 y = y + taps_of_channel[:, taps - 1 - back] * projected[n][t - back]
             convolved[n].append(_silu(y))
     rate = torch.exp(layer["mixer.A_log"])
-    states = [torch.zeros(config.gdn_head_k_dim, config.gdn_head_v_dim).double()] * heads
+    states = [torch.zeros(gdn["head_k_dim"], gdn["head_v_dim"]).double()] * heads
     outputs = []
     for t in range(len(xs)):
         q, k, v = (convolved[n][t].view(heads, -1) for n in "qkv")
-        gate = projected["g"][t].view(heads, -1)
-        beta = _sigmoid(projected["b"][t]) * (2 if config.gdn_allow_neg_eigval else 1)
-        step = torch.log1p(torch.exp(projected["a"][t] + layer["mixer.dt_bias"]))
+        gate = projected["gate"][t].view(heads, -1)
+        beta = _sigmoid(projected["beta"][t]) * (2 if gdn["allow_neg_eigval"] else 1)
+        step = torch.log1p(torch.exp(projected["decay"][t] + layer["mixer.dt_bias"]))
         mixed = []
         for h in range(heads):
             q_h = q[h] / (q[h] @ q[h] + 1e-6).sqrt()
@@ -113,8 +129,8 @@ def _gdn(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[
             erased = kept - beta[h] * torch.outer(k_h, k_h) @ kept
             states = list(states)
             states[h] = erased + beta[h] * torch.outer(k_h, v[h])
-            o = q_h @ states[h] / config.gdn_head_k_dim**0.5
-            o = _rms(o, layer["mixer.o_norm.weight"], config.gdn_norm_eps)
+            o = q_h @ states[h] / gdn["head_k_dim"] ** 0.5
+            o = _rms(o, layer["mixer.o_norm.weight"], gdn["norm_eps"])
             mixed.append(o * _silu(gate[h]))
         outputs.append(layer["mixer.o_proj.weight"] @ torch.cat(mixed))
     return outputs

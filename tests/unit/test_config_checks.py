@@ -7,7 +7,9 @@ import pytest
 from megatron_lt2.config.checks import check_config, data_parallel_size
 from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.mixers.registry import RECURRENT, recurrent_mixer
 from megatron_lt2.parallel import platform
+from megatron_lt2.recurrent.base import RecurrentMixer
 from tests.tiny_run import tiny_config
 
 # Head counts come from the mixers, which import megatron-core.
@@ -39,6 +41,15 @@ def test_the_tiny_and_the_default_config_pass():
         "model.num_heads",
         "model.loops",
         "model.gdn.conv_size",
+        "model.kda.rank",
+        "model.deltanet.head_v_dim",
+        "model.mamba2.groups",
+        "model.retnet.rope_theta",
+        "model.gla.gate_normalizer",
+        "model.linear.norm_eps",
+        "model.mlstm.gate_cap",
+        "model.hgrn2.num_heads",
+        "model.window.size",
         "data.sequence_length",
         "training.steps",
         "training.global_batch_size",
@@ -120,7 +131,7 @@ REFUSALS = {
     "unknown mixer": (
         {"model.pattern": "gdn+mamba"},
         1,
-        ["model.pattern 'gdn+mamba'", "'mamba'", "known are full, gdn"],
+        ["model.pattern 'gdn+mamba'", "'mamba'", "known are full, window, gdn"],
     ),
     "length of a list": (
         {"model.pattern": ["gdn", "full"]},
@@ -129,9 +140,9 @@ REFUSALS = {
     ),
     "odd keys": ({"model.gdn.head_k_dim": 5}, 1, ["5 key channels", "set model.gdn.head_k_dim"]),
     "odd values": (
-        {"model.gdn.expand_v": 1.5},
+        {"model.gdn.head_v_dim": 9},
         1,
-        ["9 value channels", "model.gdn.expand_v"],
+        ["9 value channels", "set model.gdn.head_v_dim"],
     ),
     "wide keys": (
         {"model.gdn.head_k_dim": 258},
@@ -224,6 +235,109 @@ REFUSALS = {
 }
 
 
+# Mixer, its settings, parts of the message; the fix comes last.
+PROBLEMS = {
+    "gdn steps": ("gdn", {"dt_min": 0.2}, ["model.gdn.dt_min 0.2", "dt_max 0.1", "swap them"]),
+    "kda steps": ("kda", {"dt_max": 1e-4}, ["model.kda.dt_min 0.001", "dt_max 0.0001", "swap"]),
+    "kda decays": ("kda", {"a_init_min": 20.0}, ["model.kda.a_init_min 20.0", "16.0", "swap them"]),
+    "mamba2 steps": ("mamba2", {"dt_min": 0.2}, ["model.mamba2.dt_min 0.2", "0.1", "swap them"]),
+    "mamba2 decays": ("mamba2", {"a_init_max": 0.5}, ["a_init_min 1.0", "a_init_max 0.5", "swap"]),
+    "mamba2 groups": (
+        "mamba2",
+        {"groups": 3},
+        ["model.mamba2.groups 3", "does not divide 4 heads", "choose a divisor"],
+    ),
+    "linear signs": (
+        "linear",
+        {"normalize": True, "feature_map": "silu"},
+        ["model.linear.feature_map 'silu'", "normalize", "use elu1, relu, softmax or turn"],
+    ),
+    "hgrn2 bound": ("hgrn2", {"lower_bound": 1.0}, ["model.hgrn2.lower_bound 1.0", "choose one"]),
+    "hgrn2 negative bound": ("hgrn2", {"lower_bound": -0.1}, ["lower_bound -0.1", "from 0 to"]),
+}
+
+
+def _with_mixer(mixer, settings, **changes):
+    named = {f"model.{mixer}.{name}": value for name, value in settings.items()}
+    return _with({"model.pattern": mixer, **named, **changes})
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_settings_of_a_mixer_that_contradict_each_other(name):
+    mixer, settings, parts = PROBLEMS[name]
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with_mixer(mixer, settings), 1)
+    message = str(caught.value)
+    assert message.startswith(f"model.{mixer}.") and "\n" not in message
+    for part in parts:
+        assert part in message, message
+    # A mixer that no layer uses may be set to anything.
+    check_config(_with_mixer(mixer, settings, **{"model.pattern": "full"}), 1)
+
+
+def test_every_mixer_that_can_have_a_problem_is_tested():
+    base = RecurrentMixer.problem
+    able = {name for name in RECURRENT if recurrent_mixer(name).problem is not base}
+    assert able == {mixer for mixer, _, _ in PROBLEMS.values()}
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize(
+    "setting, value, parts",
+    [
+        ("head_k_dim", 5, ["gives 5 key channels a head", "set model.{}.head_k_dim"]),
+        ("head_v_dim", 7, ["gives 7 value channels a head", "set model.{}.head_v_dim"]),
+        ("head_k_dim", 258, ["gives 258 key channels a head", "at most 256"]),
+    ],
+)
+def test_channels_that_the_kernels_do_not_take(mixer, setting, value, parts):
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with_mixer(mixer, {setting: value}), 1)
+    message = str(caught.value)
+    for part in (f"model.{mixer} ", *parts):
+        assert part.format(mixer) in message
+    check_config(_with_mixer(mixer, {setting: 256}), 1)
+
+
+def test_heads_too_many_for_the_width():
+    with pytest.raises(ConfigError, match="model.gla gives 0 key channels a head"):
+        check_config(_with_mixer("gla", {"num_heads": 20}), 1)
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_tensor_parallelism_must_divide_the_heads_of_every_mixer(mixer):
+    two_ranks = {"parallel.tensor": 2}
+    settings = {"num_heads": 3, "head_k_dim": 8, "head_v_dim": 8}
+    settings |= {"groups": 1} if mixer == "mamba2" else {}
+    check_config(_with_mixer(mixer, settings), 2)
+    check_config(_with_mixer(mixer, {**settings, "num_heads": 4}, **two_ranks), 2)
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with_mixer(mixer, settings, **two_ranks), 2)
+    assert str(caught.value) == (
+        f"model.{mixer}.num_heads 3 is not divisible by parallel.tensor 2; "
+        "choose a tensor-parallel size that divides it"
+    )
+
+
+@pytest.mark.parametrize(
+    "mixer, settings, section, rows",
+    [
+        ("mamba2", {"head_k_dim": 6, "groups": 1}, "B", 6),
+        ("kda", {"rank": 6}, "gate", 6),
+        ("gla", {"rank": 10}, "decay", 10),
+    ],
+)
+def test_tensor_parallelism_must_divide_what_heads_share(mixer, settings, section, rows):
+    four_ranks = {"parallel.tensor": 4, "model.num_kv_heads": 4}
+    with pytest.raises(ConfigError) as caught:
+        check_config(_with_mixer(mixer, settings, **four_ranks), 4)
+    assert str(caught.value) == (
+        f"the shared channels of model.{mixer} {section} {rows} is not divisible by "
+        "parallel.tensor 4; choose a tensor-parallel size that divides it"
+    )
+    check_config(_with_mixer(mixer, settings, **{"parallel.tensor": 2}), 2)
+
+
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal_names_setting_value_and_fix(name):
     changes, ranks, parts = REFUSALS[name]
@@ -240,6 +354,11 @@ def test_refusal_names_setting_value_and_fix(name):
     [
         ({"model.hidden_size": 33, "model.head_dim": 8, "model.gdn.head_k_dim": 6}, 1),
         ({"model.pattern": "full", "model.gdn.head_k_dim": 5}, 1),
+        ({"model.pattern": "mlstm", "model.mlstm.gate_cap": None}, 1),
+        ({"model.pattern": "mlstm", "model.mlstm.input_bias": -3.0}, 1),
+        ({"model.pattern": "linear", "model.linear.feature_map": "silu"}, 1),
+        ({"model.pattern": "mamba2", "model.mamba2.groups": 4, "parallel.tensor": 4}, 4),
+        ({"model.pattern": "hgrn2", "model.hgrn2.lower_bound": 0.9}, 1),
         ({"parallel.tensor": 2, "parallel.sequence": True}, 4),
         ({"parallel.tensor": 2, "model.pattern": "full", "model.gdn.num_heads": 3}, 2),
         ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": 4, "optimizer.decay_steps": 6}, 1),

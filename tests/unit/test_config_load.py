@@ -13,7 +13,8 @@ from megatron_lt2.config.load import (
     load_saved,
     to_yaml,
 )
-from megatron_lt2.config.schema import GDNConfig, OptimizerConfig, RunConfig
+from megatron_lt2.config.mixers import GDNConfig
+from megatron_lt2.config.schema import OptimizerConfig, RunConfig
 
 
 @pytest.fixture
@@ -59,9 +60,9 @@ def test_the_config_file_can_come_from_the_environment(yaml_file, monkeypatch):
 
 def test_a_nested_section_keeps_its_other_defaults(yaml_file, monkeypatch):
     path = yaml_file("model:\n  gdn:\n    conv_size: 3\n")
-    monkeypatch.setenv("LT2_MODEL__GDN__EXPAND_V", "1.5")
+    monkeypatch.setenv("LT2_MODEL__GDN__HEAD_V_DIM", "9")
     gdn = load_config(["--config", path, "--model.gdn.head_k_dim", "6"]).model.gdn
-    assert gdn == GDNConfig(conv_size=3, expand_v=1.5, head_k_dim=6)
+    assert gdn == GDNConfig(conv_size=3, head_v_dim=9, head_k_dim=6)
 
 
 def test_empty_file_changes_nothing(yaml_file):

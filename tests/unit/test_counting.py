@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lt2.config.schema import AttentionConfig, GDNConfig, ModelConfig
+from megatron_lt2.config.mixers import DeltaNetConfig, GDNConfig, Mamba2Config
+from megatron_lt2.config.schema import AttentionConfig, ModelConfig
 from megatron_lt2.parallel import platform
 from tests.ranks import run_ranks
 from tests.tiny_run import tiny_config
@@ -41,8 +42,11 @@ SHAPES = {
     "five loops": replace(TINY, loops=5),
     "gdn only": replace(TINY, pattern="gdn"),
     "gdn geometry": replace(
-        TINY, pattern="gdn", gdn=GDNConfig(num_heads=3, head_k_dim=4, expand_v=1.5, conv_size=3)
+        TINY, pattern="gdn", gdn=GDNConfig(num_heads=3, head_k_dim=4, head_v_dim=6, conv_size=3)
     ),
+    **{name: replace(TINY, pattern=name) for name in MIXER_NAMES},
+    "gated deltanet": replace(TINY, pattern="deltanet", deltanet=DeltaNetConfig(output_gate=True)),
+    "mamba2 normed a head": replace(TINY, pattern="mamba2", mamba2=Mamba2Config(norm="head")),
     "full only": replace(TINY, pattern="full"),
     "a list": replace(TINY, pattern=["full", "gdn", "gdn"]),
     "ffn by the rule": replace(TINY, ffn_hidden_size=None),

@@ -1,14 +1,21 @@
 """The documentation: links, settings, files, commands and messages that it names exist."""
 
 import ast
+import importlib.util
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
+import megatron_lt2.config.mixers
+from megatron_lt2 import selftest
 from megatron_lt2.config.load import dotted_names
-from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.config.schema import ModelConfig, RunConfig
+from megatron_lt2.mixers.linear_entry import linear_entry
+from megatron_lt2.recurrent.names import RECURRENT
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,7 +92,7 @@ def test_relative_links_resolve(page: Path) -> None:
 def test_settings_exist(page: Path) -> None:
     named = set()
     for span in [*code_spans(page), *commands(page)]:
-        for name in re.findall(r"(?<![\w./])(?:--)?([a-z]+(?:\.[a-z_]+)+)", span):
+        for name in re.findall(r"(?<![\w./])(?:--)?([a-z]+(?:\.[a-z_][a-z0-9_]*)+)", span):
             if name.split(".")[0] in SECTIONS and not EXPORT_NAMES.match(name):
                 named.add(name)
     assert {name for name in named if not is_setting(name)} == set()
@@ -150,6 +157,48 @@ def test_messages_of_the_troubleshooting_page_are_ours() -> None:
                     assert piece in messages(), (message, piece)
                     checked += 1
     assert checked > 30
+
+
+def test_the_example_of_adding_a_mixer_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixer, name and settings of the page make a mixer of which kernel and plain form agree."""
+    text = (ROOT / "docs/adding_a_mixer.md").read_text("utf-8")
+    mixer, name, settings = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names = eval(name.removeprefix("RECURRENT = ").replace("...,", ""))
+    ((new, file),) = names.items()
+    assert new not in RECURRENT
+
+    (tmp_path / f"{file}.py").write_text(mixer, encoding="utf-8")
+    module_name = f"megatron_lt2.recurrent.{file}"
+    spec = importlib.util.spec_from_file_location(module_name, tmp_path / f"{file}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, module_name, module)
+    monkeypatch.setitem(RECURRENT, new, file)
+    before = dict(vars(megatron_lt2.config.mixers))
+    scope = dict(before)
+    exec(settings, scope)
+    ((class_name, settings_class),) = ((k, v) for k, v in scope.items() if k not in before)
+    assert f"`{new}: {class_name} = field(default_factory={class_name})`" in text
+    model = ModelConfig(num_layers=1, hidden_size=32, num_heads=4)
+    setattr(model, new, settings_class())
+
+    result = selftest.compare(
+        new,
+        model,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        backend="torch",
+        tokens=30,
+        packed=True,
+    )
+    assert result.agrees and result.gradient > 0
+    entry = linear_entry(new, module.MIXER)
+    assert entry.heads(model) == {f"model.{new}.num_heads": 4}
+    # q, k, v, gate and the way out, a decay a head, the norm's weight.
+    assert entry.parameters(model) == 5 * 32 * 32 + 4 * 32 + 8
 
 
 @each_page

@@ -9,10 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lt2.config.schema import WindowConfig
+from megatron_lt2.mixers.registry import RECURRENT
 from tests.ranks import run_ranks
 from tests.tiny_run import EOD, tiny_config
 
-PATTERNS = {"gdn": "gdn", "full": "full", "hybrid": "2*gdn+full"}
+# Pattern and layers.
+PATTERNS = {
+    **{name: (name, 2) for name in RECURRENT},
+    "full": ("full", 3),
+    "hybrid": ("2*gdn+full", 3),
+    "window": ("window", 3),
+    "window hybrid": ("2*gdn+window", 3),
+}
 LOOPS = (1, 2, 3)
 VOCABULARY = 61
 ENDS = ([4, 5, 12, 30], [0, 17, 35])
@@ -44,11 +53,31 @@ def _outputs(model, tokens, loops, isolate=True):
     return logits.flatten(0, 1)[:, :VOCABULARY].numpy(), losses.flatten().numpy()
 
 
-def _run(rank, world, config):
-    """By number of loops: packed outputs, those after each change, and document by document."""
+def _config(name):
+    config = tiny_config()
+    pattern, layers = PATTERNS[name]
+    config.model = replace(
+        config.model,
+        pattern=pattern,
+        num_layers=layers,
+        loops=max(LOOPS),
+        # Three layers of this window cross the longest document in one loop.
+        window=WindowConfig(size=8),
+        # Borders count where the sum that divides an output starts, too.
+        linear=replace(config.model.linear, normalize=True),
+    )
+    return config
+
+
+def _run(rank, world):
+    """By pattern, then as `_of_one_model`."""
     from tests.tiny_run import build
 
-    model = build(config).model
+    return {name: _of_one_model(build(_config(name), restart=True).model) for name in PATTERNS}
+
+
+def _of_one_model(model):
+    """By number of loops: packed outputs, those after each change, and document by document."""
     model.eval()
     tokens = _rows()
     results = {}
@@ -71,11 +100,14 @@ def _run(rank, world, config):
     return results
 
 
-@pytest.fixture(scope="module", params=PATTERNS)
-def results(request):
-    config = tiny_config()
-    config.model = replace(config.model, pattern=PATTERNS[request.param], loops=max(LOOPS))
-    return run_ranks(1, _run, config)[0]
+@pytest.fixture(scope="module")
+def all_results():
+    return run_ranks(1, _run)[0]
+
+
+@pytest.fixture(params=PATTERNS)
+def results(all_results, request):
+    return all_results[request.param]
 
 
 @pytest.mark.parametrize("loops", LOOPS)

@@ -6,23 +6,29 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_lt2 import (
+    ALL,
+    LINEAR,
     LOOPS,
     PATTERN,
     VOCAB,
+    own_names,
     tiny_model,
     tiny_run_config,
     training_tensors,
     write_checkpoint,
 )
 from tiny_text import write_word_tokenizer
+from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from checkpoints_tools.convert import main
 from checkpoints_tools.hf_folder import SafetensorsWriter, new_folder
+from checkpoints_tools.model_code import copy_model_code, flatten_imports
 from checkpoints_tools.plain_checkpoint import PlainCheckpoint
 from megatron_lt2.data.tokenizer import load_tokenizer
 from megatron_lt2.hf.modeling_lt2 import LT2ForCausalLM
@@ -34,19 +40,35 @@ IDS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7]]
 CODE = {
     "cache_lt2.py",
     "configuration_lt2.py",
-    "conv.py",
-    "documents.py",
-    "gdn.py",
+    "kernels_backend.py",
+    "kernels_conv.py",
+    "kernels_gdn.py",
+    "kernels_guards.py",
+    "kernels_norms.py",
     "layers_lt2.py",
+    "linear_lt2.py",
     "masks_lt2.py",
     "modeling_lt2.py",
-    "norms.py",
-    "recurrence_lt2.py",
-    "rope.py",
+    "ops_chunks.py",
+    "ops_conv.py",
+    "ops_documents.py",
+    "ops_gdn.py",
+    "ops_norms.py",
+    "ops_rope.py",
+    "recurrent_base.py",
+    "recurrent_gdn.py",
+    "recurrent_initial.py",
+    "recurrent_names.py",
 }
 
 
-def make_run(folder: Path, *, dtype: torch.dtype = torch.float32, tied: bool = True) -> Path:
+def make_run(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tied: bool = True,
+    mixers: Sequence[str] = PATTERN,
+) -> Path:
     """A finished run: tokenizer, metrics and one checkpoint of the tiny model."""
     folder.mkdir(parents=True)
     tokenizer = load_tokenizer(
@@ -61,12 +83,14 @@ def make_run(folder: Path, *, dtype: torch.dtype = torch.float32, tied: bool = T
     ]
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines + '{"kind": "train", "st')
-    model = tiny_model(tie_word_embeddings=tied)
+    model = tiny_model(tie_word_embeddings=tied, mixers=list(mixers))
+    own = {name.rsplit(".", 1)[-1] for name in own_names(model)}
     tensors = {
-        name: x if name.endswith(("A_log", "dt_bias", "loop_residual")) else x.to(dtype)
+        name: x if name.rsplit(".", 1)[-1] in own else x.to(dtype)
         for name, x in training_tensors(model).items()
     }
-    write_checkpoint(folder, tensors, tiny_run_config(tie_embeddings=tied))
+    changes = {"pattern": list(mixers), "num_layers": len(mixers), "tie_embeddings": tied}
+    write_checkpoint(folder, tensors, tiny_run_config(**changes))
     return folder
 
 
@@ -105,15 +129,62 @@ def test_files_of_an_export(exported):
         text = (exported / name).read_text()
         assert "from .." not in text
         assert "import megatron_lt2" not in text and "from megatron_lt2" not in text
-    for name in ("conv.py", "documents.py", "gdn.py", "norms.py", "rope.py"):
-        assert (exported / name).read_bytes() == (ROOT / "megatron_lt2/ops" / name).read_bytes()
     assert files(exported.parent) == {"run", "hf"}
 
 
-def test_the_modeling_file_imports_every_other_file_itself(exported):
-    text = (exported / "modeling_lt2.py").read_text()
+@pytest.mark.parametrize("mixers", [["full"], ["window", "linear"], ALL], ids=str)
+def test_the_modeling_file_imports_every_other_file_itself(tmp_path, mixers):
+    written = set(copy_model_code(tmp_path, mixers))
+    assert files(tmp_path) == written
+    text = (tmp_path / "modeling_lt2.py").read_text()
     imported = set(re.findall(r"^from \.(\w+) import", text, re.MULTILINE))
-    assert {f"{name}.py" for name in imported} == CODE - {"modeling_lt2.py"}
+    assert {f"{name}.py" for name in imported} == written - {"modeling_lt2.py"}
+    files_of_mixers = {f"recurrent_{name}.py" for name in LINEAR}
+    assert (
+        written & files_of_mixers == {f"recurrent_{name}.py" for name in mixers} & files_of_mixers
+    )
+
+
+def test_the_configuration_file_imports_only_what_imports_nothing(tmp_path):
+    """It is loaded by itself, and transformers 5.6 copies its own imports and no further ones."""
+    copy_model_code(tmp_path, ALL)
+    assert get_relative_imports(tmp_path / "configuration_lt2.py") == ["recurrent_names"]
+    assert get_relative_imports(tmp_path / "recurrent_names.py") == []
+
+
+def test_exported_code_needs_torch_and_transformers_only(tmp_path):
+    copy_model_code(tmp_path, ALL)
+    needed = {name for path in tmp_path.iterdir() for name in get_imports(path)}
+    assert needed - set(sys.stdlib_module_names) == {"torch", "transformers", "packaging"}
+
+
+def test_imports_are_made_flat():
+    text = (
+        "from typing import Any\n"
+        "from ..ops import conv, norms as n\n"
+        "from ..ops.gdn import (\n    step,\n)\n"
+        "if Any:\n"
+        "    from .base import Layout as L\n"
+        "    from . import names\n"
+        "x = 'from .base import y'\n"
+    )
+    flat, imported = flatten_imports(text, "recurrent")
+    assert flat == (
+        "from typing import Any\n"
+        "from . import ops_conv as conv, ops_norms as n\n"
+        "from .ops_gdn import (\n    step,\n)\n"
+        "if Any:\n"
+        "    from .recurrent_base import Layout as L\n"
+        "    from . import recurrent_names as names\n"
+        "x = 'from .base import y'\n"
+    )
+    assert sorted(imported) == [
+        ("ops", "conv"),
+        ("ops", "gdn"),
+        ("ops", "norms"),
+        ("recurrent", "base"),
+        ("recurrent", "names"),
+    ]
 
 
 def test_config_and_generation_config(exported):
@@ -141,6 +212,8 @@ def test_the_card_states_the_training_facts(exported):
         "| last validation loss | 3.2500 nat/token (step 30) |",
         f"| parameters | {parameters:,} (float32) |",
         "| mixers | 1 full, 2 gdn |",
+        "| attention | 4 heads of 10, 2 key/value heads, output gate on, rotary base 10000 |",
+        "| gdn | 3 heads, 7 key and 9 value channels a head, ",
         "| data | corpus |",
         f"{LOOPS * len(PATTERN)} in all",
     ):
@@ -233,13 +306,30 @@ def test_a_process_without_our_package_gets_the_same_logits(exported, tmp_path):
     assert files(result["again"]) >= CODE | {"config.json", "model.safetensors"}
 
 
+def test_every_mixer_in_a_process_without_our_package(tmp_path):
+    run = make_run(tmp_path / "run", mixers=ALL)
+    folder = tmp_path / "hf"
+    assert main(["export", "--checkpoint", str(run), "--output", str(folder)]) == 0
+    result = in_a_fresh_process(folder, tmp_path)
+    model = tiny_model(mixers=ALL)
+    with torch.no_grad():
+        expected = model(torch.tensor(IDS)).logits
+    torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
+    assert torch.equal(*result["greedy"])
+    code = {name for name in files(folder) if name.endswith(".py")}
+    assert files(result["again"]) >= code > CODE
+    card = (folder / "README.md").read_text()
+    assert all(f"\n| {name} | " in card for name in ALL if name != "full")
+
+
 def test_bf16_export_keeps_fp32_parameters(run, tmp_path, capsys):
     output = tmp_path / "hf"
     code, _ = export(capsys, "--checkpoint", run, "--output", output, "--dtype", "bfloat16")
     assert code == 0
     loaded = LT2ForCausalLM.from_pretrained(output).state_dict()
+    own = own_names(tiny_model())
     for name, tensor in tiny_model().state_dict().items():
-        fp32 = name.endswith(("A_log", "dt_bias", "loop_residual"))
+        fp32 = name in own
         assert loaded[name].dtype == (torch.float32 if fp32 else torch.bfloat16), name
         assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
 

@@ -1,15 +1,34 @@
 """The LT2 table: exact values from tensors laid out independently, and refusals."""
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 import torch
-from tiny_lt2 import VOCAB, WIDTH, tiny_config, tiny_model, tiny_run_config, training_tensors
+from tiny_lt2 import (
+    ALL,
+    LINEAR,
+    VOCAB,
+    WIDTH,
+    own_names,
+    settings_of,
+    tiny_config,
+    tiny_model,
+    tiny_run_config,
+    training_tensors,
+)
 
-from checkpoints_tools.mappings.base import is_ignored
-from checkpoints_tools.mappings.lt2 import export_state_dict, lt2_config_values, lt2_mappings
-from megatron_lt2.config.schema import AttentionConfig, GDNConfig, ModelConfig, RopeConfig
+from checkpoints_tools.lt2_export import cast
+from checkpoints_tools.mappings.base import convert_all, is_ignored
+from checkpoints_tools.mappings.lt2 import (
+    export_state_dict,
+    fp32_names,
+    lt2_config_values,
+    lt2_mappings,
+)
+from megatron_lt2.config.schema import AttentionConfig, ModelConfig
 from megatron_lt2.hf.configuration_lt2 import LT2Config
+from megatron_lt2.hf.linear_lt2 import describe_mixer
 
 CASES = {
     "grouped keys, tied": ({}, {}),
@@ -22,6 +41,7 @@ CASES = {
     "a key head a head": ({"num_key_value_heads": 4}, {"num_kv_heads": None}),
     "no rho": ({"loop_residual": "none"}, {"loop_residual": "none"}),
     "pattern": ({"mixers": ["full", "gdn", "full"]}, {"pattern": "full+gdn"}),
+    "all mixers": ({"mixers": ALL}, {"pattern": ALL, "num_layers": len(ALL)}),
 }
 
 
@@ -46,6 +66,48 @@ def test_the_config_says_the_same(case):
     model, run = case
     ours, theirs = LT2Config(**lt2_config_values(run)), model.config
     assert ours.to_dict() == theirs.to_dict()
+
+
+def test_fp32_names_are_those_of_the_model(case):
+    model, run = case
+    assert fp32_names(run.model) | {"model.loop_residual"} == (
+        own_names(model) | {"model.loop_residual"}
+    )
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_initial_weights_of_1000_seeds_come_through_a_bf16_export(name):
+    """Through the table and the cast and back: own weights to the bit, the others as bf16."""
+    run = tiny_run_config(pattern=[name], num_layers=1)
+    table = [m for m in lt2_mappings(run.model) if ".self_attention." in m.source]
+    targets = [target for mapping in table for target in mapping.targets]
+    assert len(set(targets)) == len(targets) == len({mapping.source for mapping in table})
+    expected = {n for n in tiny_model(mixers=[name]).state_dict() if ".mixer." in n}
+    assert set(targets) == expected
+    keep, sources = fp32_names(run.model), {m.targets[0]: m for m in table}
+    own = describe_mixer(tiny_config(mixers=[name]), name, 0).layout.weights
+    for seed in range(1000):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for mapping in table:
+            last = mapping.source.rsplit(".", 1)[-1]
+            tensors[mapping.source] = (
+                own[last].init(mapping.shape, generator)
+                if last in own
+                else torch.randn(mapping.shape, generator=generator)
+            )
+        exported = {
+            target: cast(tensor, "float32" if target in keep else "bfloat16")
+            for target, tensor in convert_all(tensors, table)
+        }
+        assert exported.keys() == expected
+        for target, tensor in exported.items():
+            before = tensors[sources[target].source]
+            after = tensor.float().view(sources[target].shape)
+            assert torch.isfinite(after).all()
+            is_own = target.rsplit(".", 1)[-1] in own
+            assert tensor.dtype == (torch.float32 if is_own else torch.bfloat16)
+            assert torch.equal(after, before if is_own else before.bfloat16().float()), target
 
 
 def test_functions_are_called_when_their_turn_comes():
@@ -96,7 +158,7 @@ def test_an_output_layer_in_a_tied_model_is_unknown():
     ("name", "shape"),
     [
         ("decoder.layers.1.self_attention.linear_qkv.weight", (110, 32)),
-        ("decoder.layers.0.self_attention.conv1d.weight.key", (21, 1, 4)),
+        ("decoder.layers.0.self_attention.conv1d.weight.k", (21, 1, 4)),
         ("embedding.word_embeddings.weight", (60, 32)),
         ("decoder.loop_residual", (4, 32)),
         ("decoder.layers.0.mlp.linear_fc1.weight", (44, 32)),
@@ -132,8 +194,8 @@ def test_architectures_without_a_modeling_file_are_refused(name, value):
 
 def test_every_setting_of_the_model_reaches_the_config():
     """A new field of ModelConfig must be exported, refused, or listed as training_only."""
-    training_only = {"init", "gdn.a_init_max", "gdn.dt_min", "gdn.dt_max"}
-    changes = {
+    training_only = {"init"}
+    changes: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 40,
         "num_heads": 8,
@@ -153,19 +215,16 @@ def test_every_setting_of_the_model_reaches_the_config():
         "rope.theta": 3.0,
         "rope.interleaved": True,
         "attention.output_gate": False,
-        "gdn.num_heads": 2,
-        "gdn.head_k_dim": 5,
-        "gdn.expand_v": 3.0,
-        "gdn.conv_size": 2,
-        "gdn.allow_neg_eigval": True,
-        "gdn.norm_eps": 0.25,
+        "window.size": 3,
     }
-    sections = {"rope": RopeConfig, "attention": AttentionConfig, "gdn": GDNConfig}
     names = set()
     for field in fields(ModelConfig):
-        inner = sections.get(field.name)
-        names |= {f"{field.name}.{f.name}" for f in fields(inner)} if inner else {field.name}
-    assert names == changes.keys() | training_only
+        inner = getattr(ModelConfig(), field.name)
+        if field.name in (*LINEAR, *training_only):
+            continue
+        leaves = [f"{field.name}.{f.name}" for f in fields(inner)] if is_dataclass(inner) else []
+        names |= set(leaves or [field.name])
+    assert names == changes.keys()
 
     before = lt2_config_values(tiny_run_config())
     for name, value in changes.items():
@@ -178,6 +237,16 @@ def test_every_setting_of_the_model_reaches_the_config():
             assert lt2_config_values(run) != before, name
         except ValueError as error:
             assert f"model.{name} is" in str(error)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_every_setting_of_a_linear_mixer_reaches_the_config(name):
+    for leaf, old in settings_of(name).items():
+        run = tiny_run_config(pattern=[name, "full"], num_layers=2)
+        assert lt2_config_values(run)["mixer_settings"] == {name: settings_of(name)}
+        new = "another" if isinstance(old, str) else not old if isinstance(old, bool) else 2 * old
+        setattr(getattr(run.model, name), leaf, new := new if new != old else 1.0)
+        assert lt2_config_values(run)["mixer_settings"][name][leaf] == new
 
 
 def test_the_tiny_configs_agree():

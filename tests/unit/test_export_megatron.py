@@ -9,13 +9,36 @@ import torch
 from tiny_text import write_word_tokenizer
 
 from checkpoints_tools.convert import main
+from megatron_lt2.config.mixers import (
+    DeltaNetConfig,
+    HGRN2Config,
+    KDAConfig,
+    Mamba2Config,
+    MLSTMConfig,
+    WindowConfig,
+)
 from megatron_lt2.config.schema import AttentionConfig, ParallelConfig, RopeConfig
 from megatron_lt2.data.tokenizer import load_tokenizer
 from megatron_lt2.hf.modeling_lt2 import LT2ForCausalLM
+from megatron_lt2.recurrent.names import RECURRENT
 from tests.ranks import run_ranks
 from tests.tiny_run import build, tiny_config
 
 LENGTH = 75  # one chunk of 64 and a piece
+
+ALL = [*RECURRENT, "window", "full"]
+# Two ranks need even heads, and the shared channels of a mixer an even number.
+EVERY_MIXER = {
+    "pattern": ALL,
+    "num_layers": len(ALL),
+    "num_heads": 4,
+    "window": WindowConfig(size=20),
+    "kda": KDAConfig(head_v_dim=6, rank=4),
+    "deltanet": DeltaNetConfig(output_gate=True),
+    "mamba2": Mamba2Config(head_k_dim=6, groups=2),
+    "hgrn2": HGRN2Config(lower_bound=0.3),
+    "mlstm": MLSTMConfig(head_v_dim=10),
+}
 
 CASES = {
     "two tensor-parallel ranks": (2, {}),
@@ -27,10 +50,12 @@ CASES = {
             "attention": AttentionConfig(output_gate=False),
         },
     ),
+    "every mixer": (1, EVERY_MIXER),
+    "every mixer, two ranks": (2, EVERY_MIXER),
     "untied, two ranks": (2, {"tie_embeddings": False}),
     "no rho, full attention first": (1, {"loop_residual": "none", "pattern": "full+gdn"}),
 }
-SLOW = ("untied, two ranks", "no rho, full attention first")
+SLOW = ("every mixer", "untied, two ranks", "no rho, full attention first")
 
 
 def tokens(vocab_size: int) -> torch.Tensor:

@@ -1,12 +1,14 @@
 """Generation: cached against uncached, pieces against the whole, batches against rows alone."""
 
+from typing import Any
+
 import pytest
 import torch
-from tiny_lt2 import LOOPS, PATTERN, VOCAB, cache_of, tiny_model
+from tiny_lt2 import ALL, LINEAR, LOOPS, PATTERN, VOCAB, WINDOW, cache_of, tiny_model
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from megatron_lt2.hf.cache_lt2 import GatedDeltaSlot, LT2Cache
+from megatron_lt2.hf.cache_lt2 import LinearSlot, LT2Cache, WindowSlot
 from megatron_lt2.hf.modeling_lt2 import CACHE_NAME
 
 EOS, PAD = 0, 1
@@ -66,16 +68,140 @@ def test_cached_greedy_equals_uncached(model, length):
 def test_one_slot_for_every_loop_and_layer(model):
     cache = cache_of(model(prompt(5)))
     assert len(cache) == LOOPS * len(PATTERN)
-    kinds = {"full": DynamicLayer, "gdn": GatedDeltaSlot}
+    kinds = {"full": DynamicLayer, "gdn": LinearSlot}
     for loop in range(LOOPS):
         for layer, mixer in enumerate(PATTERN):
             slot = cache.slot(loop, layer)
             assert slot is cache.layers[loop * len(PATTERN) + layer]
             assert type(slot) is kinds[mixer]
             assert slot.get_seq_length() == 5
-    states = [cache.slot(loop, 0).recurrent_state for loop in range(LOOPS)]
+    states = [cache.slot(loop, 0).state[0] for loop in range(LOOPS)]
     assert not torch.allclose(states[0], states[1])
     assert not torch.allclose(states[1], states[2])
+
+
+def one_mixer(name: str, **changes: Any):
+    """A model of this mixer and full attention, in fp64: only mistakes exceed a tolerance."""
+    mixers = [name] if name == "full" else [name, "full"]
+    return tiny_model(mixers=mixers, loops=2, **changes).double()
+
+
+def exactness(name: str) -> float:
+    """DeltaNet makes its write strength in fp32, and rounding to it can go either way."""
+    return 1e-5 if name == "deltanet" else 1e-9
+
+
+@pytest.mark.parametrize("name", [*LINEAR, "window"])
+def test_every_mixer_in_pieces_equals_the_whole(name):
+    model, ids = one_mixer(name), prompt(38, rows=2)
+    whole = model(ids, use_cache=False).logits
+    cache, pieces = None, []
+    for piece in ids.split([1, 3, 9, 1, 1, 18, 5], dim=1):
+        out = model(piece, cache=cache, use_cache=True)
+        cache = cache_of(out)
+        pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=exactness(name))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [*LINEAR, "window", "full"])
+def test_padded_rows_of_every_mixer_equal_rows_alone(name, side):
+    model = one_mixer(name)
+    rows = [prompt(length) for length in (1, 3, 17, 40)]
+    ids, mask = left_padded(rows)
+    if side == "right":
+        for i, row in enumerate(rows):
+            shift = row.shape[1] - ids.shape[1]
+            ids[i], mask[i] = ids[i].roll(shift), mask[i].roll(shift)
+    cache = LT2Cache(model.config)
+    logits = model(ids, attention_mask=mask, cache=cache).logits
+    more = prompt(4, rows=len(rows), seed=1)
+    for i, row in enumerate(rows):
+        alone = model(row).logits[0]
+        torch.testing.assert_close(logits[i][mask[i].bool()], alone, rtol=0, atol=exactness(name))
+    if side == "right":
+        return
+    steps = [model(more[:, :3], cache=cache).logits, model(more[:, 3:], cache=cache).logits]
+    later = torch.cat(steps, 1)
+    for i, row in enumerate(rows):
+        alone = model(torch.cat([row, more[i : i + 1]], 1)).logits[0, -4:]
+        torch.testing.assert_close(later[i], alone, rtol=0, atol=exactness(name))
+
+
+def test_all_mixers_together_generate_alike_with_and_without_cache():
+    model = tiny_model(mixers=ALL, loops=2)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:2] *= 1e-3
+    rows = [prompt(length) for length in (1, 4, 9)]
+    ids, mask = left_padded(rows)
+    options = {"attention_mask": mask, "max_new_tokens": 16}
+    cached = greedy(model, ids, **options)
+    assert len(cached[0, 9:].unique()) > 4
+    assert torch.equal(cached, greedy(model, ids, use_cache=False, **options))
+    for i, row in enumerate(rows):
+        alone = greedy(model, row, max_new_tokens=16)[0, row.shape[1] :]
+        assert torch.equal(cached[i, 9:], alone)
+    beams = {"attention_mask": mask, "num_beams": 3, "max_new_tokens": 6}
+    assert torch.equal(greedy(model, ids, **beams), greedy(model, ids, use_cache=False, **beams))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_windows_of_any_size(size):
+    ids = prompt(30, rows=2)
+    model = tiny_model(mixers=["window", "window"], loops=1, window_size=size).double()
+    whole = model(ids, use_cache=False).logits
+    cache, pieces = None, []
+    for piece in ids.split([4, 1, 9, 1, 15], dim=1):
+        out = model(piece, cache=cache, use_cache=True)
+        cache = cache_of(out)
+        pieces.append(out.logits)
+        kept = min(cache.get_seq_length(), size - 1)
+        assert cache.slot(0, 0).keys.shape[-2] == cache.slot(0, 1).values.shape[-2] == kept
+        assert cache.slot(0, 0).get_mask_sizes(3) == (kept + 3, cache.get_seq_length() - kept)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=1e-9)
+    # Two layers look back 2 * (size - 1) tokens and not one further.
+    reach, last = 2 * (size - 1), ids.shape[1] - 1
+    for distance in {reach, reach + 1}:
+        if distance > last:
+            continue
+        other = ids.clone()
+        other[:, last - distance] = (other[:, last - distance] + 1) % VOCAB
+        change = (model(other).logits[:, -1] - whole[:, -1]).abs().max()
+        assert (change > 1e-9) == (distance == reach), distance
+
+
+def test_what_a_cache_held_is_never_written_to():
+    model = tiny_model(mixers=ALL, loops=1)
+    cache = cache_of(model(prompt(6)))
+    for new in (1, 3):
+        held = [
+            tensor
+            for slot in cache.layers
+            for tensor in (
+                [*slot.state, *([] if slot.conv_state is None else [slot.conv_state])]
+                if isinstance(slot, LinearSlot)
+                else [slot.keys, slot.values]
+            )
+        ]
+        assert len(held) == 18
+        copies = [tensor.clone() for tensor in held]
+        model(prompt(new), cache=cache)
+        assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+    window = cache.layers[ALL.index("window")]
+    assert isinstance(window, WindowSlot)
+    assert window.keys.untyped_storage().nbytes() == window.keys.numel() * 4
+    states = cache.layers[ALL.index("mlstm")].state
+    assert [tuple(state.shape) for state in states] == [(1, 3, 5, 5), (1, 3)]
+
+
+def test_slots_move_between_devices_and_come_back():
+    model, ids = tiny_model(mixers=ALL, loops=1), prompt(6, rows=2)
+    cache, other = (cache_of(model(ids)) for _ in range(2))
+    for slot in cache.layers:
+        slot.offload()
+        slot.prefetch()
+    more = prompt(3, rows=2)
+    assert torch.equal(model(more, cache=cache).logits, model(more, cache=other).logits)
 
 
 @pytest.mark.parametrize("splits", [[1], [12], [3, 1, 1, 5], [1] * 12, [2, 8]], ids=str)
@@ -199,7 +325,9 @@ def test_sampling_draws_the_same_with_and_without_cache(model):
     assert not torch.equal(drawn[0][0], drawn[0][1])
 
 
-def test_cache_rows_can_be_selected_and_repeated(model):
+@pytest.mark.parametrize("mixers", [PATTERN, ALL], ids=["gdn", "all"])
+def test_cache_rows_can_be_selected_and_repeated(mixers):
+    model = tiny_model(mixers=mixers, loops=2).double()
     ids, mask = left_padded([prompt(2), prompt(7), prompt(4)])
     more = prompt(2, rows=3, seed=2)
     expected = model(more, cache=cache_of(model(ids, attention_mask=mask))).logits
@@ -261,8 +389,26 @@ def test_inputs_that_cannot_be_exact_are_refused(model):
     cache = cache_of(model(padded, attention_mask=torch.tensor([[1, 1, 1, 1, 1, 0, 0]])))
     with pytest.raises(ValueError, match="padding between the tokens"):
         model(ids, cache=cache)
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        cache_of(model(ids)).layers[0].crop(-1)
+
+
+def test_a_cache_is_cropped_as_a_whole_or_not_at_all():
+    ids = prompt(9)
+    for mixers in (["full", "gdn"], ["full", "window"]):
+        model = tiny_model(mixers=mixers)
+        cache = cache_of(model(ids))
+        with pytest.raises(ValueError, match="cannot be cropped"):
+            cache.crop(-1)
+        assert all(slot.get_seq_length() == 9 for slot in cache.layers)
+        cache.crop(0)
+        assert all(slot.get_seq_length() == 9 for slot in cache.layers)
+    model = tiny_model(mixers=["full", "window"])
+    first, mask = left_padded([prompt(WINDOW - 1), prompt(1)])
+    cache = cache_of(model(first, attention_mask=mask))
+    cache.crop(-1)
+    shorter = cache_of(model(first[:, :-1], attention_mask=mask[:, :-1]))
+    more = prompt(3, rows=2)
+    assert cache.get_seq_length() == WINDOW - 2
+    torch.testing.assert_close(model(more, cache=cache).logits, model(more, cache=shorter).logits)
 
 
 def test_other_loop_counts_are_refused():

@@ -13,7 +13,9 @@ from tests.tiny_run import global_tensors, tiny_config
 
 platform.install()
 
-from megatron_lt2.mixers.parameters import Shards, constant, truncated_normal  # noqa: E402
+from megatron_lt2.mixers.parameters import Shards  # noqa: E402
+from megatron_lt2.mixers.registry import RECURRENT  # noqa: E402
+from megatron_lt2.recurrent.initial import constant, truncated_normal  # noqa: E402
 
 
 def _initial(rank, world, config):
@@ -106,6 +108,53 @@ def test_decay_and_step_ranges(initial):
         if name.endswith("conv1d.weight"):
             assert np.abs(value).max() <= gdn.conv_size**-0.5
             assert np.abs(value).max() > 0.9 * gdn.conv_size**-0.5
+
+
+@pytest.fixture(scope="module")
+def every_mixer():
+    """Global initial values of a model with one layer of each linear mixer, on one rank and two."""
+
+    def values(world):
+        config = _config(tensor=world)
+        config.model.pattern, config.model.num_layers = list(RECURRENT), len(RECURRENT)
+        return [values for values, _ in run_ranks(world, _initial, config)]
+
+    return values(1)[0], values(2)
+
+
+def test_every_mixer_starts_from_the_same_values_on_two_ranks(every_mixer):
+    one, two = every_mixer
+    for values in two:
+        assert values.keys() == one.keys()
+        for name, value in values.items():
+            assert np.array_equal(value, one[name]), name
+
+
+def test_declared_values_of_every_mixer(every_mixer):
+    model, (values, _) = _config().model, every_mixer
+    heads = model.num_heads
+    own = {}
+    for number, mixer in enumerate(RECURRENT):
+        prefix = f"decoder.layers.{number}.self_attention."
+        own |= {(mixer, n.removeprefix(prefix)): v for n, v in values.items() if prefix in n}
+    for mixer, low, high in (("gdn", 0, 16), ("kda", 1, 16), ("mamba2", 1, 16)):
+        rates = np.exp(own[mixer, "A_log"].astype(np.float64))
+        assert rates.shape == (heads,) and len(set(rates)) == heads
+        assert (rates > low - 1e-6).all() and (rates <= high * (1 + 1e-6)).all()
+        steps = np.log1p(np.exp(own[mixer, "dt_bias"].astype(np.float64)))
+        assert (steps >= 1e-3 * 0.999).all() and (steps <= 1e-1 * 1.001).all()
+    assert own["kda", "dt_bias"].size == heads * model.hidden_size // heads  # one a key channel
+    assert (own["mamba2", "D"] == 1).all()
+    assert (own["gla", "decay_bias"] == 0).all()
+    assert (own["mlstm", "input_bias"] == -10).all()
+    assert own["mlstm", "forget_bias"].tolist() == [3, 4, 5, 6]
+    assert (own["kda", "up.gate.bias"] == 0).all()
+    bias = np.abs(own["mamba2", "conv1d.bias"])
+    assert 0.8 * 0.5 < bias.max() <= 0.5  # 1/sqrt(4 taps)
+    norms = {key: v for key, v in own.items() if key[1] == "out_norm.weight"}
+    assert len(norms) == len(RECURRENT) and all((v == 1).all() for v in norms.values())
+    up = own["gla", "up.decay.weight"]
+    assert up.std() == pytest.approx(0.987 * model.gla.rank**-0.5, rel=0.2)
 
 
 def test_seed_and_settings_matter():

@@ -1,18 +1,12 @@
-"""The guards around FLA's kernels, and the choice of a backend."""
+"""The choice of a backend, and the software that FLA's kernels need."""
 
 import subprocess
 import sys
 
 import pytest
-import torch
 from packaging.version import Version
-from torch import Tensor
 
 from megatron_lt2.kernels import backend
-from megatron_lt2.kernels.conv import causal_conv1d
-from megatron_lt2.kernels.gdn import gated_delta_rule
-from megatron_lt2.kernels.norms import gated_rms_norm
-from megatron_lt2.ops import conv, gdn, norms
 
 
 @pytest.fixture
@@ -31,12 +25,6 @@ def install(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     return pretend
-
-
-@pytest.fixture
-def interpreting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the guards of single calls pass the CPU, so that the others can be reached."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def test_good_stack_is_used_on_a_gpu(install) -> None:
@@ -103,97 +91,34 @@ def test_versions_are_read_from_the_installation() -> None:
     assert backend._installed("no-such-distribution") is None
 
 
-def gdn_inputs(heads: int = 2, key: int = 4, value: int = 6, batch: int = 1) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(0)
+def test_a_function_of_fla_is_looked_up_once_and_only_in_a_good_stack(install, monkeypatch) -> None:
+    asked = []
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, 5, heads, *shape, generator=random)
+    def import_module(name: str):
+        asked.append(name)
+        return {"fla.ops.gla": pytest}[name]
 
-    q, k, v = normal(key), normal(key), normal(value)
-    return {"q": q, "k": k, "v": v, "g": -normal().square(), "beta": normal().sigmoid()}
-
-
-def call_gdn(x: dict[str, Tensor], **options):
-    return gated_delta_rule(x["q"], x["k"], x["v"], x["g"], x["beta"], **options)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda x: {**x, "k": x["k"][:, :, :1]}, "same batch, length and heads"),
-        (lambda x: {**x, "v": torch.cat([x["v"], x["v"]], 2)}, "same batch, length and heads"),
-        (lambda x: {**x, "g": x["g"][..., :1]}, "one number a token and head"),
-        (lambda x: gdn_inputs(key=5), "even numbers"),
-        (lambda x: gdn_inputs(value=7), "even numbers"),
-        (lambda x: gdn_inputs(key=258), "up to 256 key channels"),
-        (lambda x: {**x, "v": x["v"].bfloat16()}, "one of bf16, fp16, fp32"),
-        (lambda x: {name: y.double() for name, y in x.items()}, "one of bf16, fp16, fp32"),
-    ],
-)
-def test_gdn_guards(interpreting, change, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        call_gdn(change(gdn_inputs()), backend="fla")
-
-
-def test_packed_batches_are_refused(interpreting) -> None:
-    borders = torch.tensor([0, 5])
-    with pytest.raises(ValueError, match="batch size is 2"):
-        call_gdn(gdn_inputs(batch=2), backend="fla", cu_seqlens=borders)
-    with pytest.raises(ValueError, match="batch size is 2"):
-        causal_conv1d(torch.zeros(2, 5, 3), torch.zeros(3, 4), backend="fla", cu_seqlens=borders)
-
-
-def test_conv_and_norm_guards(interpreting) -> None:
-    x = torch.zeros(1, 5, 3)
-    with pytest.raises(ValueError, match="channels"):
-        causal_conv1d(x, torch.zeros(4, 4), backend="fla")
-    with pytest.raises(ValueError, match="bf16"):
-        causal_conv1d(x.double(), torch.zeros(3, 4), backend="fla")
-    with pytest.raises(ValueError, match="gate"):
-        gated_rms_norm(x, x[:, :1], torch.ones(3), 1e-5, backend="fla")
-    with pytest.raises(ValueError, match="weight"):
-        gated_rms_norm(x, x, torch.ones(1), 1e-5, backend="fla")
-    with pytest.raises(ValueError, match="bf16"):
-        gated_rms_norm(x, x.bfloat16(), torch.ones(3), 1e-5, backend="fla")
-
-
-def test_fla_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    x = torch.zeros(1, 5, 3)
-    for call in (
-        lambda: call_gdn(gdn_inputs(), backend="fla"),
-        lambda: causal_conv1d(x, torch.zeros(3, 4), backend="fla"),
-        lambda: gated_rms_norm(x, x, torch.ones(3), 1e-5, backend="fla"),
-    ):
-        with pytest.raises(ValueError, match="CUDA GPU"):
-            call()
-
-
-def test_torch_backend_is_the_plain_operation() -> None:
-    x = gdn_inputs()
-    state = torch.randn(1, 2, 4, 6, generator=torch.Generator().manual_seed(1))
-    expected = gdn.chunk_gated_delta_rule(*x.values(), initial_state=state, scale=0.3)
-    o, final = call_gdn(x, backend="torch", initial_state=state, scale=0.3, output_final_state=True)
-    assert torch.equal(o, expected[0]) and final is not None and torch.equal(final, expected[1])
-    assert call_gdn(x, backend="torch")[1] is None
-
-    signal, taps = x["v"].flatten(2), torch.randn(12, 4)
-    y, final = causal_conv1d(
-        signal, taps, backend="torch", activation=None, output_final_state=True
-    )
-    expected = conv.causal_conv1d(signal, taps, activation=None)
-    assert torch.equal(y, expected[0]) and final is not None and torch.equal(final, expected[1])
-    assert causal_conv1d(signal, taps, backend="torch")[1] is None
-
-    normed = gated_rms_norm(x["q"], x["k"], torch.ones(4), 1e-5, backend="torch")
-    assert torch.equal(normed, norms.gated_rms_norm(x["q"], x["k"], torch.ones(4), 1e-5))
+    monkeypatch.setattr(backend.importlib, "import_module", import_module)
+    backend.fla_function.cache_clear()
+    install("0.5.1", "3.8.0")
+    with pytest.raises(RuntimeError, match="wrong gradients"):
+        backend.fla_function("fla.ops.gla", "raises")
+    assert asked == []
+    install("0.6.0", "3.8.0")
+    for _ in range(2):
+        assert backend.fla_function("fla.ops.gla", "raises") is pytest.raises
+    assert asked == ["fla.ops.gla"]
+    backend.fla_function.cache_clear()
 
 
 def test_import_needs_neither_triton_nor_fla() -> None:
     code = (
         "import sys; sys.modules['triton'] = sys.modules['fla'] = None\n"
-        "import megatron_lt2.kernels.backend, megatron_lt2.kernels.gdn\n"
-        "import megatron_lt2.kernels.conv, megatron_lt2.kernels.norms\n"
+        "import importlib, pkgutil, megatron_lt2.kernels\n"
+        "kernels = megatron_lt2.kernels\n"
+        "names = [m.name for m in pkgutil.iter_modules(kernels.__path__)]\n"
+        "assert len(names) > 8\n"
+        "for name in names: importlib.import_module(f'megatron_lt2.kernels.{name}')\n"
         "assert megatron_lt2.kernels.backend.resolve_backend('auto', 'cpu') == 'torch'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

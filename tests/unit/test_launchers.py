@@ -73,9 +73,10 @@ def test_config_loads(config: Path) -> None:
 def test_1b3_is_the_papers_run() -> None:
     run = load_config(["--config", str(ROOT / "launchers/configs/lt2_1b3.yaml")])
     model, optimizer = run.model, run.optimizer
+    gdn = model.mixer_settings("gdn")
     assert (model.num_layers, model.hidden_size, model.num_heads) == (21, 2048, 16)
     assert (model.ffn_width, model.vocab_size, model.tie_embeddings) == (5632, 128256, True)
-    assert (model.gdn_head_k_dim, model.gdn_head_v_dim) == (96, 192)
+    assert (gdn.head_k_dim, gdn.head_v_dim) == (96, 192)
     assert run.training.global_batch_size * run.data.sequence_length == 393_216
     assert (run.training.steps, optimizer.warmup_steps) == (255_000, 5_000)
     assert (optimizer.lr, tuple(optimizer.betas), optimizer.weight_decay) == (

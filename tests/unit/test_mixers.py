@@ -10,7 +10,7 @@ from tests.tiny_run import tiny_config
 
 platform.install()
 
-from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer  # noqa: E402
+from megatron_lt2.mixers.registry import MIXER_NAMES, RECURRENT, get_mixer  # noqa: E402
 
 
 def _refusal(rank, world, config):
@@ -66,7 +66,11 @@ def test_linear_mixers_have_no_inference_cache():
 
 def test_every_mixer_names_the_settings_of_its_heads():
     model = tiny_config().model
-    assert set(MIXER_NAMES) == {"full", "gdn"}
+    assert set(MIXER_NAMES) == {"full", "window", *RECURRENT}
+    assert len(RECURRENT) == 9
+    for name in RECURRENT:
+        assert get_mixer(name).heads(model)[f"model.{name}.num_heads"] == 4
+    assert get_mixer("mamba2").heads(model)["the shared channels of model.mamba2 B"] == 12
     assert get_mixer("full").heads(model) == {"model.num_heads": 4, "model.num_kv_heads": 2}
     assert get_mixer("gdn").heads(model) == {"model.gdn.num_heads": 4}
     model.gdn.num_heads = 3

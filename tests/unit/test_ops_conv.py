@@ -94,6 +94,19 @@ def test_state_carries_over_a_cut(cut: int) -> None:
     assert_same((torch.cat([first, second], 1), final), whole, (x, weight, state))
 
 
+def test_bias_is_added_before_the_activation() -> None:
+    x, weight, state = make(2, 11, 4)
+    bias = torch.randn(CHANNELS, dtype=torch.float64, requires_grad=True)
+    extended = torch.cat([state, x.transpose(1, 2)], -1)
+    y = F.conv1d(extended, weight[:, None], bias, groups=CHANNELS).transpose(1, 2)
+    result = causal_conv1d(x, weight, bias_D=bias, initial_state_NDW=state)
+    assert_same(result, (F.silu(y), extended[..., 11:]), (x, weight, state, bias))
+    first, _ = conv1d_step(x[:, 0], weight, state, bias_D=bias)
+    torch.testing.assert_close(first, result[0][:, 0])
+    packed, _ = causal_conv1d(x[:1], weight, bias_D=bias, cu_seqlens=torch.tensor([0, 3, 11]))
+    torch.testing.assert_close(packed[0, 3:], causal_conv1d(x[:1, 3:], weight, bias_D=bias)[0][0])
+
+
 @pytest.mark.parametrize("taps", [1, 4])
 def test_steps_equal_the_whole(taps: int) -> None:
     x, weight, state = make(2, 6, taps)
@@ -127,6 +140,12 @@ def test_wrong_inputs_are_refused() -> None:
         causal_conv1d(x, weight, initial_state_NDW=F.pad(state, (1, 0)))
     with pytest.raises(ValueError, match="state must have shape"):
         conv1d_step(x[:, 0], weight, state[:1])
+    for call in (
+        lambda b: causal_conv1d(x, weight, bias_D=b),
+        lambda b: conv1d_step(x[:, 0], weight, state, bias_D=b),
+    ):
+        with pytest.raises(ValueError, match="bias has shape"):
+            call(torch.zeros(3))
     with pytest.raises(ValueError, match="relu"):
         causal_conv1d(x, weight, activation="relu")
     with pytest.raises(ValueError, match="batch size is 2"):

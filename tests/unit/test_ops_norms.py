@@ -1,5 +1,6 @@
 """RMS norms against torch's own and against the formula."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -32,6 +33,30 @@ def test_gate_multiplies_the_normed_value() -> None:
     weight = torch.randn(7, generator=random)
     expected = rms_norm(x, weight, 1e-5) * gate / (1 + (-gate).exp())
     torch.testing.assert_close(gated_rms_norm(x, gate, weight, 1e-5), expected)
+
+
+def test_gate_may_be_a_sigmoid() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 2, 3, 7, generator=random).unbind()
+    weight = torch.randn(7, generator=random)
+    expected = rms_norm(x, weight, 1e-5) / (1 + (-gate).exp())
+    torch.testing.assert_close(
+        gated_rms_norm(x, gate, weight, 1e-5, activation="sigmoid"), expected
+    )
+    with pytest.raises(ValueError, match="'silu' or 'sigmoid', not 'tanh'"):
+        gated_rms_norm(x, gate, weight, 1e-5, activation="tanh")
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gate_may_come_first(activation: str) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, 2, 3, 7, generator=random).unbind()
+    weight = torch.randn(7, generator=random)
+    factor = (gate if activation == "silu" else 1) / (1 + (-gate).exp())
+    expected = rms_norm(x * factor, weight, 1e-5)
+    ours = gated_rms_norm(x, gate, weight, 1e-5, activation=activation, gate_first=True)
+    torch.testing.assert_close(ours, expected)
+    assert not torch.allclose(ours, gated_rms_norm(x, gate, weight, 1e-5, activation=activation))
 
 
 def test_16_bit_is_rounded_once() -> None:

@@ -39,7 +39,7 @@ def test_scripts_and_modules_of_the_commands_exist() -> None:
 
 def test_settings_in_the_readme_exist() -> None:
     known = {f"--{name}" for name in dotted_names(RunConfig)}
-    named = set(re.findall(r"--[a-z]+\.[a-z_.]+\b", README))
+    named = set(re.findall(r"--[a-z]+\.[a-z0-9_.]+\b", README))
     assert named
     assert named <= known
 

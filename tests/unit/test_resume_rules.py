@@ -33,6 +33,9 @@ def test_refusal_names_nested_settings():
     now = RunConfig()
     now.model.gdn.conv_size = 3
     assert "model.gdn.conv_size 4, now it is 3" in (resume.refusal(RunConfig(), now) or "")
+    now = RunConfig()
+    now.model.mlstm.gate_cap = None
+    assert "model.mlstm.gate_cap 15.0, now it is None" in (resume.refusal(RunConfig(), now) or "")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Nothing keeps its initial value: with zero gates and zero rho nearly any mistake
 
 import json
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,54 @@ import torch
 from torch import Tensor
 
 from megatron_lt2.config.load import to_yaml
-from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.hf.cache_lt2 import LT2Cache
 from megatron_lt2.hf.configuration_lt2 import LT2Config
 from megatron_lt2.hf.modeling_lt2 import CACHE_NAME, LT2ForCausalLM
 
 VOCAB, WIDTH, FFN, HEAD_DIM = 61, 32, 44, 10
 HEADS, KV_HEADS, GDN_HEADS, GDN_K, GDN_V, TAPS, LOOPS = 4, 2, 3, 7, 9, 4, 3
+WINDOW = 5
 PATTERN = ["gdn", "full", "gdn"]
+LINEAR = ["gdn", "kda", "deltanet", "mamba2", "retnet", "gla", "linear", "mlstm", "hgrn2"]
+ALL = [*LINEAR[:5], "window", *LINEAR[5:], "full"]
+"""Every mixer once."""
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "gdn": {"num_heads": GDN_HEADS, "head_k_dim": GDN_K, "head_v_dim": GDN_V, "conv_size": TAPS},
+    "kda": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 5, "rank": 3},
+    "deltanet": {"num_heads": 3, "head_k_dim": 5, "head_v_dim": 7, "output_gate": True},
+    "mamba2": {"num_heads": 4, "head_k_dim": 6, "head_v_dim": 5, "groups": 2},
+    "retnet": {"num_heads": 3, "head_k_dim": 6, "head_v_dim": 8},
+    "gla": {"num_heads": 2, "head_k_dim": 5, "head_v_dim": 6, "rank": 3, "gate_normalizer": 4.0},
+    "linear": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 7, "normalize": True},
+    "mlstm": {"num_heads": 3, "head_k_dim": 5, "head_v_dim": 4},
+    "hgrn2": {"num_heads": 3, "head_k_dim": 6, "head_v_dim": 5, "lower_bound": 0.3},
+}
+"""Odd sizes for every linear mixer; settings that are not named keep their defaults."""
+
+
+def set_mixers(model: ModelConfig) -> None:
+    """Give the linear mixers of a run config the sizes of `SETTINGS`."""
+    for name, values in SETTINGS.items():
+        section = getattr(model, name)
+        for key, value in values.items():
+            assert hasattr(section, key)
+            setattr(section, key, value)
+
+
+def settings_of(name: str, **changes: Any) -> dict[str, Any]:
+    """Entry `name` of LT2Config.mixer_settings, with changes."""
+    model = ModelConfig(hidden_size=WIDTH, num_heads=HEADS)
+    set_mixers(model)
+    resolved = asdict(model.mixer_settings(name))
+    assert changes.keys() <= resolved.keys()
+    return resolved | changes
 
 
 def tiny_config(**changes: Any) -> LT2Config:
-    """Odd sizes, grouped keys, three loops of gdn, full, gdn."""
+    """Odd sizes, grouped keys, three loops of gdn, full, gdn; changes of a linear mixer's settings
+    are given under its name."""
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": WIDTH,
@@ -33,14 +70,31 @@ def tiny_config(**changes: Any) -> LT2Config:
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
         "loops": LOOPS,
-        "gdn_heads": GDN_HEADS,
-        "gdn_head_k_dim": GDN_K,
-        "gdn_head_v_dim": GDN_V,
-        "gdn_conv_size": TAPS,
+        "window_size": WINDOW,
         "max_position_embeddings": 96,
-        **changes,
     }
+    inner = {name: changes.pop(name, {}) for name in LINEAR}
+    values |= changes
+    used = sorted(set(values["mixers"]) & set(LINEAR))
+    values.setdefault("mixer_settings", {name: settings_of(name, **inner[name]) for name in used})
     return LT2Config(num_hidden_layers=len(values["mixers"]), **values)
+
+
+def own_names(model: LT2ForCausalLM) -> set[str]:
+    """Names of the parameters that are fp32 in models of any dtype."""
+    names = {"model.loop_residual"} & set(model.state_dict())
+    for i, layer in enumerate(model.model.layers):
+        layout = getattr(layer.mixer, "layout", None)
+        names |= {f"model.layers.{i}.mixer.{name}" for name in (layout.weights if layout else ())}
+    return names
+
+
+def to_bfloat16(model: LT2ForCausalLM) -> None:
+    """Cast what a bf16 export casts, in place."""
+    own = own_names(model)
+    for name, parameter in model.named_parameters():
+        if name not in own:
+            parameter.data = parameter.data.bfloat16()
 
 
 def randomise(model: torch.nn.Module, seed: int = 0) -> None:
@@ -52,11 +106,13 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
             noise = 1 + 0.3 * noise
         elif name.endswith("A_log"):
             noise = noise - 1
-        elif name.endswith("dt_bias"):
+        elif name.endswith(("dt_bias", "input_bias")):
             noise = noise - 2
+        elif name.endswith(("decay_bias", "forget_bias")):
+            noise = noise + 1
         elif name.endswith("loop_residual"):
             noise = 0.3 * noise
-        elif name.endswith("conv1d.weight"):
+        elif name.endswith(("conv1d.weight", "conv1d.bias", "_up.bias")):
             noise = 0.5 * noise
         else:
             noise = noise * parameter.shape[-1] ** -0.5
@@ -77,7 +133,8 @@ def tiny_run_config(**changes: Any) -> RunConfig:
     model.num_layers, model.hidden_size, model.ffn_hidden_size = len(PATTERN), WIDTH, FFN
     model.num_heads, model.num_kv_heads, model.head_dim = HEADS, KV_HEADS, HEAD_DIM
     model.vocab_size, model.pattern, model.loops = VOCAB, list(PATTERN), LOOPS
-    model.gdn.num_heads, model.gdn.head_k_dim, model.gdn.expand_v = GDN_HEADS, GDN_K, GDN_V / GDN_K
+    model.window.size = WINDOW
+    set_mixers(model)
     config.data.sequence_length = 96
     config.data.path = ["/somewhere/private/corpus"]
     for name, value in changes.items():
@@ -120,21 +177,31 @@ def training_tensors(model: LT2ForCausalLM, padding_rows: int = 3) -> dict[str, 
         )
         out[to + "mlp.linear_fc2.weight"] = layer["mlp.down_proj.weight"]
         to += "self_attention."
-        if mixer == "full":
+        if mixer in ("full", "window"):
             out[to + "linear_qkv.weight"] = _fused_qkv(layer, config)
             out[to + "linear_proj.weight"] = layer["mixer.o_proj.weight"]
             continue
-        for short, section in zip("qkvgba", _SECTIONS, strict=True):
-            out[f"{to}in_proj.weight.{section}"] = layer[f"mixer.{short}_proj.weight"]
-        for short, section in zip("qkv", _SECTIONS[:3], strict=True):
-            out[f"{to}conv1d.weight.{section}"] = layer[f"mixer.{short}_conv1d.weight"][:, 0, :]
-        out[to + "A_log"], out[to + "dt_bias"] = layer["mixer.A_log"], layer["mixer.dt_bias"]
-        out[to + "out_norm.weight"] = layer["mixer.o_norm.weight"]
-        out[to + "out_proj.weight"] = layer["mixer.o_proj.weight"]
+        for name, tensor in layer.items():
+            if name.startswith("mixer."):
+                key, value = _linear_tensor(name.removeprefix("mixer."), tensor)
+                out[to + key] = value
     return out
 
 
-_SECTIONS = ("query", "key", "value", "gate", "beta", "decay")
+def _linear_tensor(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """Training's name and form of one tensor of a linear mixer."""
+    fixed = {"o_proj.weight": "out_proj.weight", "o_norm.weight": "out_norm.weight"}
+    if name in fixed:
+        return fixed[name], tensor
+    head, _, kind = name.rpartition(".")
+    section, _, part = head.rpartition("_")
+    if part in ("proj", "down"):
+        return f"in_proj.weight.{section}", tensor
+    if part == "conv1d":
+        return f"conv1d.{kind}.{section}", tensor[:, 0, :] if kind == "weight" else tensor
+    if part == "up":
+        return f"up.{section}.{kind}", tensor
+    return name, tensor
 
 
 def _fused_qkv(layer: dict[str, Tensor], config: LT2Config) -> Tensor:

@@ -1,0 +1,442 @@
+"""Every linear mixer as a layer for megatron-core: projections, convolution, recurrence, norm.
+
+What a mixer is stands in `megatron_lt2/recurrent`; this module makes a tensor- and
+sequence-parallel layer of it, with packed documents and checkpoint keys that do not depend on the
+layout of the ranks. Heads are spread over the tensor-parallel ranks; what all heads share is
+computed in slices and gathered (recurrent/base.py).
+
+Shapes: [s, b, d] outside as everywhere in megatron-core; [B, T, H, channels] in the recurrence.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from torch import Tensor, nn
+
+from megatron_lt2.kernels.conv import causal_conv1d
+from megatron_lt2.kernels.norms import gated_rms_norm, rms_norm
+from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
+from megatron_lt2.ops.norms import activate_gate
+from megatron_lt2.parallel.sectioned_linear import sectioned_linear
+from megatron_lt2.recurrent.base import Layout, RecurrentMixer, Scan, wide
+from megatron_lt2.recurrent.initial import constant, uniform
+
+NARROW = 256
+"""A section of fewer rows shares its matrix product with narrow neighbours."""
+
+MANY_TOKENS = 16384
+"""From here on each wide section has a matrix product of its own, so that no kernel behind it has
+to copy its slice; below, the time to launch kernels counts more, and products are shared."""
+
+
+Products = list[tuple[str, ...]]
+"""Sections by name, those of one matrix product together."""
+
+
+class OutputNorm(nn.Module):
+    """Weight of the RMS norm on the recurrence's output: one head's channels, or all heads'."""
+
+    def __init__(self, layout: Layout, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        whole = layout.norm == "layer"
+        channels = layout.norm_channels // (tp_size if whole else 1)
+        self.weight = new_parameter(channels, dtype=dtype)
+        shards = Shards((layout.norm_channels,)) if whole else None
+        declare(self.weight, init=constant(1.0), shards=shards)
+
+
+class ShortConv(nn.Module):
+    """Weights [channels, taps] and bias of a causal depthwise convolution, sharded by heads."""
+
+    def __init__(
+        self, rows: tuple[int, ...], taps: int, bias: bool, tp_size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        # torch's Conv1d default: uniform within 1/sqrt(fan_in), here one channel of `taps` inputs.
+        init = uniform(-(taps**-0.5), taps**-0.5)
+        local = sum(rows) // tp_size
+        self.weight = new_parameter(local, taps, dtype=dtype)
+        declare(self.weight, init=init, shards=Shards(rows), per_channel=True)
+        self.bias = new_parameter(local, dtype=dtype) if bias else None
+        if self.bias is not None:
+            declare(self.bias, init=init, shards=Shards(rows), per_channel=True)
+
+
+class WayUp(nn.Module):
+    """Second half of a bottleneck [channels of this rank's heads, rank], with an optional bias."""
+
+    def __init__(self, rows: int, rank: int, bias: bool, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(rows // tp_size, rank, dtype=dtype)
+        declare(self.weight, shards=Shards((rows,)))
+        self.bias = new_parameter(rows // tp_size, dtype=dtype) if bias else None
+        if self.bias is not None:
+            declare(self.bias, init=constant(0.0), shards=Shards((rows,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LinearMixer(MegatronModule):
+    """A linear mixer in megatron-core's self_attention slot.
+
+    Args:
+        recurrent: class of the mixer, from megatron_lt2/recurrent.
+        settings: its resolved settings.
+        kernels: "fla" or "torch".
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        recurrent: type[RecurrentMixer],
+        settings: Any,
+        kernels: str,
+        pg_collection: ProcessGroupCollection | None = None,
+        cp_comm_type: str | None = None,
+        pp_layer_offset: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(
+            required_pgs=["tp", "cp"]
+        )
+        self.recurrent = recurrent(settings, depth=layer_number / config.num_layers)
+        self.layout = layout = self.recurrent.layout
+        self.pg_collection, self.kernels = groups, kernels
+        self.layer_number = layer_number
+        self.tp_size = groups.tp.size()
+        _check_splits(layout, self.tp_size)
+        if config.context_parallel_size > 1:
+            raise ValueError(
+                f"context_parallel_size {config.context_parallel_size} is not supported by the "
+                "linear mixers; set it to 1"
+            )
+        self.heads = layout.heads // self.tp_size
+        dtype = config.params_dtype
+        rows = tuple(layout.rows(name) for name in layout.sections)
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sum(rows),
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            tp_group=groups.tp,
+        )
+        declare(self.in_proj.weight, shards=Shards(rows))
+        self.shared_products = _products(layout, narrow=sum(rows) + 1)
+        self.own_products = _products(layout, narrow=NARROW * self.tp_size)
+        self.conv1d: ShortConv | None = None
+        if layout.conv_names:
+            conv_rows = tuple(layout.rows(name) for name in layout.conv_names)
+            self.conv1d = ShortConv(
+                conv_rows, layout.conv_size, layout.conv_bias, self.tp_size, dtype
+            )
+        self.up = nn.ModuleDict()
+        for name in layout.low_rank_names:
+            section = layout.sections[name]
+            assert section.rank is not None
+            self.up[name] = WayUp(
+                layout.width(name), section.rank, section.bias, self.tp_size, dtype
+            )
+        for name, weight in layout.weights.items():
+            numbers = weight.channels * layout.heads
+            parameter = new_parameter(numbers // self.tp_size, dtype=torch.float32)
+            declare(parameter, init=weight.init, shards=Shards((numbers,)))
+            self.register_parameter(name, parameter)
+        self.out_norm = OutputNorm(layout, self.tp_size, dtype)
+        self.out_proj = RowParallelLinear(
+            layout.heads * layout.head_v_dim,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=groups.tp,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        inference_context: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **positions: Any,
+    ) -> tuple[Tensor, None]:
+        """[s, b, d] (a shard of s under sequence parallelism) -> ([s, b, d], no bias).
+
+        Rotary arguments are accepted and unused: a recurrence knows the order of its tokens.
+        """
+        if inference_context is not None:
+            raise ValueError(
+                "linear mixers keep no megatron-core inference cache; export the model and "
+                "generate there"
+            )
+        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        parts = self._sections(hidden_states, cu_seqlens)
+        own = {name: getattr(self, name) for name in self.layout.weights}
+        first = self.pg_collection.tp.rank() * self.heads
+        scan = Scan(self.kernels, slice(first, first + self.heads), cu_seqlens)
+        mixed, _ = self.recurrent.mix(parts, own, scan)
+        gate = None if self.layout.gate is None else parts[self.layout.gate]
+        mixed = self._norm(mixed, gate)
+        out, _ = self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
+        return out, None
+
+    def _sections(self, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
+        """[s, b, d] -> the sections as `RecurrentMixer.mix` takes them."""
+        layout, group = self.layout, self.pg_collection.tp
+        gather = self.config.sequence_parallel
+        tokens = x.shape[0] * x.shape[1] * (self.tp_size if gather else 1)
+        products = self.own_products if tokens >= MANY_TOKENS else self.shared_products
+        rows = {name: layout.rows(name) // self.tp_size for name in layout.sections}
+        widths = [sum(rows[name] for name in names) for names in products]
+        pieces = list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
+        self._convolve(pieces, products, widths, cu_seqlens)
+        parts: dict[str, Tensor] = {}
+        for names, piece in zip(products, pieces, strict=True):
+            sizes = [rows[name] for name in names]
+            parts |= zip(names, torch.split(piece, sizes, dim=-1), strict=True)
+        parts.update(self._gathered({name: parts[name] for name in layout.gathered_names}))
+        for name, up in self.up.items():
+            parts[name] = up(parts[name])
+        return {
+            name: part if layout.sections[name].shared else part.unflatten(-1, (self.heads, -1))
+            for name, part in parts.items()
+        }
+
+    def _convolve(
+        self,
+        pieces: list[Tensor],
+        products: Products,
+        widths: list[int],
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Replace the pieces of sections with a convolution, the leading ones, by its outputs."""
+        conv = self.conv1d
+        if conv is None:
+            return
+        count = sum(self.layout.sections[names[0]].conv for names in products)
+        weights = conv.weight.split(widths[:count])
+        biases = (None,) * count if conv.bias is None else conv.bias.split(widths[:count])
+        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            pieces[i], _ = causal_conv1d(
+                pieces[i],
+                weight,
+                bias_D=bias,
+                activation="silu",
+                cu_seqlens=cu_seqlens,
+                backend=self.kernels,
+            )
+
+    def _gathered(self, slices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Whole sections from the slices that the ranks hold, in one collective."""
+        if self.tp_size == 1 or not slices:
+            return slices
+        together = torch.cat(list(slices.values()), dim=-1)
+        together = all_gather_last_dim_from_tensor_parallel_region(
+            together, group=self.pg_collection.tp
+        ).unflatten(-1, (self.tp_size, -1))
+        sizes = [part.shape[-1] for part in slices.values()]
+        whole = torch.split(together, sizes, dim=-1)
+        return {name: part.flatten(-2) for name, part in zip(slices, whole, strict=True)}
+
+    def _norm(self, x: Tensor, gate: Tensor | None) -> Tensor:
+        """Norm and gate of [B, T, H, V]."""
+        layout, tp = self.layout, self.pg_collection.tp
+        if layout.norm == "layer":
+            if self.tp_size > 1:
+                return self._norm_over_ranks(x, gate)
+            heads = x.shape[-2:]
+            x = _norm_one_rank(x.flatten(2), _flat(gate), self.out_norm.weight, self)
+            return x.unflatten(-1, heads)
+        # Each tensor-parallel rank holds other heads, so the gradients of the shared norm weight
+        # are summed.
+        weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, tp)
+        return _norm_one_rank(x, gate, weight, self)
+
+    def _norm_over_ranks(self, x: Tensor, gate: Tensor | None) -> Tensor:
+        """RMS norm over the heads of all ranks: sums of squares travel, one number a token."""
+        layout, tp = self.layout, self.pg_collection.tp
+        dtype, heads = x.dtype, x.shape[-2:]
+        y = wide(x.flatten(2))
+        act = None
+        if gate is not None:
+            act = activate_gate(wide(gate.flatten(2)), layout.gate_activation)
+            if layout.gate_first:
+                y = y * act
+        squares = y.square().sum(-1, keepdim=True)
+        # Every rank uses the sum of all: all-reduce forward, and all-reduce backward.
+        squares = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(squares, tp), tp
+        )
+        y = y * torch.rsqrt(squares / layout.norm_channels + layout.norm_eps)
+        y = y * wide(self.out_norm.weight)
+        if act is not None and not layout.gate_first:
+            y = y * act
+        return y.to(dtype).unflatten(-1, heads)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """Checkpoint entries that do not depend on the tensor-parallel size.
+
+        A fused weight is stacked [q | k | v | ..] *per rank*; it is saved as one global tensor
+        a section.
+        """
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        tp_group = tp_group or self.pg_collection.tp
+        state: dict[str, Any] = {}
+        for name in ("in_proj", "out_proj"):
+            state.update(
+                sharded_state_dict_default(
+                    getattr(self, name),
+                    f"{prefix}{name}.",
+                    sharded_offsets,
+                    metadata,
+                    tp_group=tp_group,
+                )
+            )
+        own = {
+            name: parameter
+            for name, parameter in self.named_parameters()
+            if not name.startswith(("in_proj.", "out_proj."))
+        }
+        cut = {name: 0 for name, parameter in own.items() if hasattr(parameter, "lt2_shards")}
+        state.update(
+            make_sharded_tensors_for_checkpoint(
+                own,
+                prefix,
+                cut,
+                sharded_offsets,
+                tp_group=tp_group,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+        )
+        layout = self.layout
+        for key, names in (
+            ("in_proj.weight", tuple(layout.sections)),
+            ("conv1d.weight", layout.conv_names),
+            ("conv1d.bias", layout.conv_names),
+        ):
+            full = f"{prefix}{key}"
+            if full in state:
+                local = [layout.rows(name) // self.tp_size for name in names]
+                state[full] = _split_sections(state[full], names, local)
+        return state
+
+
+def _products(layout: Layout, narrow: int) -> Products:
+    """Which sections share a matrix product: neighbours with fewer than `narrow` rows.
+
+    Either all of them pass through the convolution or none does.
+    """
+    products: Products = []
+    open_group = False
+    for name, section in layout.sections.items():
+        joins = layout.rows(name) < narrow
+        if open_group and joins and layout.sections[products[-1][0]].conv == section.conv:
+            products[-1] += (name,)
+        else:
+            products.append((name,))
+        open_group = joins
+    return products
+
+
+def _check_splits(layout: Layout, ranks: int) -> None:
+    """Refuse a layout that tensor parallelism cannot cut.
+
+    Raises:
+        ValueError: heads, or the rows of a shared section, are no multiple of the ranks.
+    """
+    if layout.heads % ranks:
+        raise ValueError(
+            f"a linear mixer with {layout.heads} heads cannot be split over "
+            f"{ranks} tensor-parallel ranks; choose a divisor of {layout.heads}"
+        )
+    for name in layout.gathered_names:
+        if layout.rows(name) % ranks:
+            raise ValueError(
+                f"the {layout.rows(name)} shared channels of {name} cannot be split over "
+                f"{ranks} tensor-parallel ranks; choose a divisor of {layout.rows(name)}"
+            )
+
+
+def _flat(gate: Tensor | None) -> Tensor | None:
+    return None if gate is None else gate.flatten(2)
+
+
+def _norm_one_rank(x: Tensor, gate: Tensor | None, weight: Tensor, mixer: LinearMixer) -> Tensor:
+    layout = mixer.layout
+    if gate is None:
+        return rms_norm(x, weight, layout.norm_eps, backend=mixer.kernels)
+    return gated_rms_norm(
+        x,
+        gate,
+        weight,
+        layout.norm_eps,
+        activation=layout.gate_activation,
+        gate_first=layout.gate_first,
+        backend=mixer.kernels,
+    )
+
+
+def _split_sections(
+    fused: ShardedTensor, names: tuple[str, ...], local_rows: list[int]
+) -> ShardedTensorFactory:
+    """Save `fused` as one tensor a section, key.NAME, and put them together again when loading."""
+    row_axis = fused.prepend_axis_num
+    tp_rank, tp_size = 0, 1
+    if fused.axis_fragmentations:
+        tp_size = fused.axis_fragmentations[row_axis]
+        tp_rank = fused.global_offset[row_axis] // fused.local_shape[0]
+    other_offsets = [
+        (axis, fused.global_offset[axis], fused.axis_fragmentations[axis])
+        for axis in range(row_axis)
+    ]
+
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> dict[str, Any]:
+        assert flattened_range is None, "sections cannot be cut out of a flattened shard"
+        return {
+            name: ShardedTensor.from_rank_offsets(
+                f"{key}.{name}",
+                part,
+                *other_offsets,
+                (row_axis, tp_rank, tp_size),
+                replica_id=replica_id,
+                prepend_axis_num=row_axis,
+            )
+            for name, part in zip(names, torch.split(data, local_rows), strict=True)
+        }
+
+    def merge(parts: dict[str, Tensor]) -> Tensor:
+        return torch.cat([parts[name] for name in names])
+
+    return ShardedTensorFactory(
+        fused.key, fused.data, build, merge, fused.replica_id, flattened_range=fused.flattened_range
+    )
