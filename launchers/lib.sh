@@ -139,8 +139,9 @@ lt2_launch_command() {
         rank_shell='trap "" USR1; export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"'
         rank_shell+=' WORLD_SIZE="$SLURM_NTASKS"; exec "$@"'
         # No --kill-on-bad-exit: the first rank to leave with 75 would have the others killed while they
-        # finish. --wait ends the step a minute after a rank is gone, whatever its code.
-        lt2_command=(srun --kill-on-bad-exit=0 --wait=60 --unbuffered --label)
+        # finish. --wait ends the step so many seconds after a rank is gone, whatever its code; Slurm
+        # may take another 30 to kill ranks that hang in NCCL.
+        lt2_command=(srun --kill-on-bad-exit=0 --wait=30 --unbuffered --label)
         [[ -z "${SLURM_CPUS_PER_TASK:-}" ]] || lt2_command+=("--cpus-per-task=$SLURM_CPUS_PER_TASK")
         lt2_command+=(bash -c "$rank_shell" rank python -m megatron_lt2.train "$@")
     elif [[ "${LT2_LAUNCHER:-}" == torchrun ]]; then

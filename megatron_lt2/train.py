@@ -7,6 +7,7 @@ start the same command again to continue; anything else is a failure with a trac
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = fail(error, say=local_rank == "0")
         _leave_process_group()
         return code
+    except Exception:
+        _end_rank_at_once()
+        raise
 
 
 def _leave_process_group() -> None:
@@ -58,6 +62,23 @@ def _leave_process_group() -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def _end_rank_at_once() -> None:
+    """After a failure among several ranks: say what happened, then end without goodbyes.
+
+    The others wait for this rank in some collective call. As long as it lives they cannot notice,
+    and an orderly exit would wait for them in turn, in NCCL or for a checkpoint's writer.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() > 1:
+        print(f"rank {distributed.get_rank()} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class _UserError(ValueError):

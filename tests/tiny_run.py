@@ -153,13 +153,19 @@ def micro_batch_count(config: RunConfig) -> int:
 def global_tensors(
     parts: Any, config: RunConfig, local_of: Any, keep_dtype: bool = False
 ) -> dict[str, np.ndarray]:
-    """`local_of(parameter)` of every parameter, put together over the tensor-parallel ranks."""
+    """`local_of(parameter)` of every parameter, put together over tensor and pipeline ranks.
+
+    Names are those of the whole model. Of a tied embedding, the copies on the first and the last
+    stage must agree.
+    """
     import torch.distributed as dist
 
-    from megatron_lt2.model.init import shards_of
+    from megatron_lt2.model.init import global_names, shards_of
 
     group = parts.model.pg_collection.tp
-    result = {}
+    whole = hasattr(parts.model, "decoder")  # else one layer of it
+    names = global_names(parts.model) if whole else {}
+    result: dict[str, np.ndarray] = {}
     for name, parameter in parts.model.named_parameters():
         local = local_of(parameter).detach().clone()
         local = local if keep_dtype else local.float()
@@ -178,5 +184,17 @@ def global_tensors(
                 full = torch.cat(pieces, dim=cut.axis)
         if "word_embeddings" in name or "output_layer" in name:
             full = full[: config.model.vocab_size]
-        result[name] = full.cpu().numpy()
-    return result
+        result[names.get(name, name)] = full.cpu().numpy()
+    if not whole or parts.pipeline is None:
+        return result
+    stages = parts.model.pg_collection.pp
+    per_stage: list[Any] = [None] * stages.size()
+    dist.all_gather_object(per_stage, result, group=stages)
+    merged: dict[str, np.ndarray] = {}
+    for tensors in per_stage:
+        for name, value in tensors.items():
+            if name in merged:
+                assert "word_embeddings" in name, f"{name} lies on two stages"
+                np.testing.assert_array_equal(merged[name], value, err_msg="tied embeddings")
+            merged[name] = value
+    return merged

@@ -32,7 +32,9 @@ def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) 
     _check_supported(config)
     _check_model(config.model)
     _check_parallel(config, world_size)
+    _check_context(config)
     _check_batch(config, world_size)
+    _check_pipeline(config, world_size)
     _check_schedule(config)
     _check_data(config, need_data)
 
@@ -116,7 +118,7 @@ def _mixer_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_supported(config: RunConfig) -> None:
-    model, parallel = config.model, config.parallel
+    model = config.model
     if model.norm_mode != "pre":
         _refuse(f"model.norm_mode {model.norm_mode!r} is not supported yet; set it to 'pre'")
     if model.inter_loop_norm:
@@ -125,10 +127,6 @@ def _check_supported(config: RunConfig) -> None:
         _refuse("model.exit_gate true is not supported yet; set it to false")
     if model.loss != "final":
         _refuse(f"model.loss {model.loss!r} is not supported yet; set it to 'final'")
-    if parallel.pipeline > 1:
-        _refuse(f"parallel.pipeline {parallel.pipeline} is not supported yet; set it to 1")
-    if parallel.context > 1:
-        _refuse(f"parallel.context {parallel.context} is not supported yet; set it to 1")
     for name in ("fp8", "fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
         if config.megatron.transformer.get(name):
             _refuse(
@@ -173,7 +171,7 @@ def _check_linear_mixer(name: str, model: ModelConfig) -> None:
     if layout.head_k_dim > MAX_KEY_CHANNELS:
         _refuse(
             f"model.{name} gives {layout.head_k_dim} key channels a head; the kernels take at "
-            f"most {MAX_KEY_CHANNELS}, use more model.{name}.num_heads"
+            f"most {MAX_KEY_CHANNELS}, set model.{name}.head_k_dim or use more heads"
         )
     if problem := mixer.problem():
         _refuse(f"model.{name}.{problem}")
@@ -210,6 +208,30 @@ def _check_parallel(config: RunConfig, world_size: int) -> None:
         )
 
 
+def _check_context(config: RunConfig) -> None:
+    """Every context-parallel rank holds as many tokens, and enough for a convolution's history."""
+    parallel, data, rows = config.parallel, config.data, config.training.micro_batch_size
+    if parallel.context == 1:
+        return
+    tokens = data.sequence_length * (rows if data.isolate_documents else 1)
+    ways = parallel.context * (parallel.tensor if parallel.sequence else 1)
+    if tokens % ways:
+        _refuse(
+            f"data.sequence_length {data.sequence_length} makes rows of {tokens} tokens, which "
+            f"parallel.context {parallel.context} cannot cut into {ways} equal parts; choose a "
+            f"multiple of {ways}"
+        )
+    held = tokens // parallel.context
+    names = set(expand_pattern(config.model.pattern, config.model.num_layers, MIXER_NAMES))
+    for name in sorted(names & set(RECURRENT)):
+        taps = recurrent_mixer(name)(config.model.mixer_settings(name)).layout.conv_size
+        if held < taps - 1:
+            _refuse(
+                f"parallel.context {parallel.context} leaves {held} tokens a rank, fewer than the "
+                f"{taps - 1} that model.{name}.conv_size {taps} looks back at; use fewer ranks"
+            )
+
+
 def data_parallel_size(config: RunConfig, world_size: int) -> int:
     """Ranks that see different sequences."""
     parallel = config.parallel
@@ -225,6 +247,51 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
             f"training.micro_batch_size {training.micro_batch_size} x {replicas} data-parallel "
             f"ranks; choose a multiple of {training.micro_batch_size * replicas}"
         )
+
+
+def _check_pipeline(config: RunConfig, world_size: int) -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    stages, given = parallel.pipeline, parallel.pipeline_layers
+    if given is not None:
+        if len(given) != stages:
+            _refuse(
+                f"parallel.pipeline_layers {given} is for {len(given)} stages and "
+                f"parallel.pipeline is {stages}; make the two agree"
+            )
+        if min(given) < 1 or sum(given) != layers:
+            _refuse(
+                f"parallel.pipeline_layers {given} does not split model.num_layers {layers}; give "
+                f"every stage at least one layer and {layers} in all"
+            )
+    if stages > layers:
+        _refuse(
+            f"parallel.pipeline {stages} is more than model.num_layers {layers}; every stage needs "
+            "a layer of its own, use fewer stages"
+        )
+    if stages > 1 and config.model.loops > 1:
+        _check_interleaving(config, world_size)
+
+
+def _check_interleaving(config: RunConfig, world_size: int) -> None:
+    """Micro-batches go through the loops in groups; a group must fill the pipeline."""
+    training, stages = config.training, config.parallel.pipeline
+    name = "megatron.transformer.microbatch_group_size_per_vp_stage"
+    group = config.megatron.transformer.get(name.rpartition(".")[2]) or stages
+    if group < stages:
+        _refuse(f"{name} {group} is below parallel.pipeline {stages}; make it at least that")
+    replicas = data_parallel_size(config, world_size)
+    count = training.global_batch_size // (training.micro_batch_size * replicas)
+    # An evaluation takes eval_batches times as many; megatron-core wants the last group to be whole
+    # or to fill the pipeline too.
+    for total in (count, count * max(1, training.eval_batches)):
+        rest = total % group
+        if total < group or 0 < rest < stages:
+            _refuse(
+                f"training.global_batch_size {training.global_batch_size} gives {count} "
+                f"micro-batches a rank, which loops on parallel.pipeline {stages} take in groups "
+                f"of {group}; choose a multiple of "
+                f"{group * training.micro_batch_size * replicas}"
+            )
 
 
 def _check_schedule(config: RunConfig) -> None:

@@ -259,7 +259,10 @@ class ParallelConfig:
     """Tensor-parallel ranks."""
 
     pipeline: int = 1
-    """Pipeline stages."""
+    """Pipeline stages; every loop passes through all of them."""
+
+    pipeline_layers: list[int] | None = None
+    """Physical layers of each stage; default: as even as possible, earlier stages take one more."""
 
     context: int = 1
     """Context-parallel ranks (shards of a sequence)."""
@@ -277,6 +280,13 @@ class ParallelConfig:
     overlap_param_gather: bool | None = None
     """Gather updated parameters while the next forward pass runs; default: as
     overlap_grad_reduce."""
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Physical layers of each pipeline stage."""
+        if self.pipeline_layers is not None:
+            return list(self.pipeline_layers)
+        each, left = divmod(num_layers, self.pipeline)
+        return [each + (stage < left) for stage in range(self.pipeline)]
 
 
 @dataclass(kw_only=True)

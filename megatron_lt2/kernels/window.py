@@ -12,6 +12,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import window as ops
@@ -32,6 +33,7 @@ def window_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     max_length: int | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """Causal attention to the last `window` tokens; arguments as `megatron_lt2.ops.window`, and:
 
@@ -46,7 +48,7 @@ def window_attention(
         ValueError: the inputs do not belong together, or no kernel takes them.
     """
     fla = use_fla(backend)
-    ops.check_window(q_BTHK, k_BTGK, v_BTGV, window)
+    ops.check_window(q_BTHK, k_BTGK, v_BTGV, window, earlier)
     on_gpu = q_BTHK.is_cuda and q_BTHK.dtype in FLASH_DTYPES
     if on_gpu and q_BTHK.shape[-1] > MAX_CHANNELS:
         raise ValueError(
@@ -54,12 +56,23 @@ def window_attention(
             f" not {q_BTHK.shape[-1]}; use more heads."
         )
     if on_gpu and flash_has_windows():
-        return _flash(q_BTHK, k_BTGK, v_BTGV, window, scale, cu_seqlens, max_length)
+        if cu_seqlens is None:
+            return varlen_rows(q_BTHK, k_BTGK, v_BTGV, scale=scale, window=window)
+        q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGV))
+        longest = min(len(q), max_length or len(q))
+        bounds = cu_seqlens.to(torch.int32)
+        return varlen_attention(
+            q, k, v, bounds, longest, scale=scale, window=window, earlier=earlier
+        ).unflatten(0, q_BTHK.shape[:2])
     if on_gpu and fla:
-        return fla_window_attention(
-            q_BTHK, k_BTGK, v_BTGV, window, scale=scale, cu_seqlens=cu_seqlens
-        )
-    return ops.window_attention(q_BTHK, k_BTGK, v_BTGV, window, scale=scale, cu_seqlens=cu_seqlens)
+        # FLA's kernel takes as many queries as keys: those in front get some that are not used.
+        q = F.pad(q_BTHK, (0, 0, 0, 0, earlier, 0))
+        borders = None if cu_seqlens is None else key_bounds(cu_seqlens, earlier)
+        o = fla_window_attention(q, k_BTGK, v_BTGV, window, scale=scale, cu_seqlens=borders)
+        return o[:, earlier:]
+    return ops.window_attention(
+        q_BTHK, k_BTGK, v_BTGV, window, scale=scale, cu_seqlens=cu_seqlens, earlier=earlier
+    )
 
 
 @functools.cache
@@ -83,21 +96,61 @@ def varlen_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """Causal flash attention over packed documents, 16-bit numbers on a GPU.
+
+    The last query of a document sees its last key: the kernel's causal mask sits at the bottom
+    right.
 
     torch renamed the causal switch: `is_causal` up to 2.11, a window open to the left later.
 
     Args:
         q, k, v: [t, heads, d]; keys and values may have fewer heads.
-        bounds: document borders, int32 [documents + 1].
-        longest: tokens of the longest document, or more.
+        bounds: document borders of the queries, int32 [documents + 1].
+        longest: queries of the longest document, or more.
         scale: factor on q^T k; default d**-0.5.
         window: keys a query sees, itself included; None: all of its document so far.
+        earlier: keys before the first query, of the first document; k and v are longer by them.
 
     Returns:
         [t, heads, d].
     """
+    borders = key_bounds(bounds, earlier)
+    return _flash(q, k, v, bounds, borders, longest, longest + earlier, scale, window)
+
+
+def varlen_rows(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Causal flash attention in each row of [b, s, heads, d], 16-bit numbers on a GPU.
+
+    k and v may be longer: their first tokens come before the first query. The rows become the
+    documents of one, which the kernel takes; other arguments as `varlen_attention`.
+    """
+    batch, queries, keys = *q.shape[:2], k.shape[1]
+    rows = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    o = _flash(q, k, v, rows * queries, rows * keys, queries, keys, scale, window)
+    return o.unflatten(0, (batch, queries))
+
+
+def key_bounds(bounds: Tensor, earlier: int) -> Tensor:
+    """Borders of the keys where the first document has `earlier` more of them than queries."""
+    return torch.cat([bounds[:1], bounds[1:] + earlier]) if earlier else bounds
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_bounds: Tensor,
+    key_bounds: Tensor,
+    longest_queries: int,
+    longest_keys: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     if k.shape[1] != q.shape[1]:
@@ -110,29 +163,10 @@ def varlen_attention(
         assert window is None, "this torch has no window in its variable-length attention"
     if scale is not None:
         causal["scale"] = scale
-    out: Any = varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)
+    out: Any = varlen_attn(
+        q, k, v, query_bounds, key_bounds, longest_queries, longest_keys, **causal
+    )
     return out
-
-
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    window: int,
-    scale: float | None,
-    cu_seqlens: Tensor | None,
-    max_length: int | None,
-) -> Tensor:
-    """torch's kernel, which takes one row: the rows of a batch become its documents."""
-    batch, length = q.shape[:2]
-    if cu_seqlens is None:
-        bounds = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * length
-    else:
-        bounds = cu_seqlens.to(torch.int32)
-    longest = min(length, max_length or length)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    o = varlen_attention(q, k, v, bounds, longest, scale=scale, window=window)
-    return o.unflatten(0, (batch, length))
 
 
 def fla_window_attention(

@@ -5,6 +5,10 @@ key/value group, [queries | gate | key | value]. LT2 starts them at zero (gate =
 which is declared here. The core is torch's scaled_dot_product_attention, or its variable-length
 form on GPU, so that neither Transformer Engine nor a dense mask is needed.
 
+Under context parallelism a rank holds a stretch of the row (parallel/sequence.py), and the core
+exchanges what attention needs of the others (parallel/attention_exchange.py): by heads where the
+ranks divide them, else, and always with a window, by sending keys and values to the ranks behind.
+
 `full` sees the whole document so far; `window.py` gives the same layer a limit.
 """
 
@@ -22,9 +26,21 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_lt2.config.schema import ModelConfig
-from megatron_lt2.kernels.window import FLASH_DTYPES, varlen_attention, window_attention
+from megatron_lt2.kernels.window import (
+    FLASH_DTYPES,
+    varlen_attention,
+    varlen_rows,
+    window_attention,
+)
 from megatron_lt2.mixers.entry import MixerEntry
 from megatron_lt2.mixers.parameters import Shards, declare
+from megatron_lt2.parallel.attention_exchange import (
+    heads_divide,
+    to_heads,
+    to_tokens,
+    with_earlier_keys,
+)
+from megatron_lt2.parallel.sequence import SequenceShard, ShardedSequence
 from megatron_lt2.recurrent.initial import truncated_normal
 
 
@@ -53,9 +69,10 @@ class CausalCoreAttention(MegatronModule):
 
     Fills megatron-core's core_attention slot. Inputs are [s, b, heads, d], or [t, heads, d] for
     'thd' packing; keys and values may have fewer heads (grouped queries). Output: [s, b, heads * d]
-    ([t, ...]).
+    ([t, ...]). s is a context-parallel rank's own share.
 
     Args:
+        pg_collection: megatron-core's process groups, of which `cp` is used.
         window: tokens that a query sees, itself included; None: all so far.
         kernels: "fla" or "torch", for the window.
         Others as megatron-core gives them.
@@ -68,12 +85,14 @@ class CausalCoreAttention(MegatronModule):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         window: int | None = None,
         kernels: str = "torch",
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale, self.window, self.kernels = softmax_scale, window, kernels
+        self.context_group = None if pg_collection is None else pg_collection.cp
         _check_core(config, window)
 
     def forward(
@@ -89,33 +108,83 @@ class CausalCoreAttention(MegatronModule):
         """Attend; documents that `packed_seq_params` bounds do not see each other.
 
         The mask arguments are megatron-core's and unused: the mask is causal by construction.
+
+        Raises:
+            ValueError: context parallelism without a ShardedSequence.
         """
         assert attention_bias is None, "CausalCoreAttention has no attention bias"
-        if packed_seq_params is None:
-            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            return self._attend(q, k, v).transpose(0, 1).flatten(2)
-        if query.dim() == 4:
-            assert query.shape[1] == 1, "packed documents need a batch of one row"
-            q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-            return self._packed(q, k, v, packed_seq_params).flatten(1).unsqueeze(1)
-        return self._packed(query, key, value, packed_seq_params).flatten(1)
+        if self.config.context_parallel_size > 1:
+            shard = _shard_of(packed_seq_params)
+            return self._sharded(query, key, value, shard, packed_seq_params).flatten(2)
+        bounds, longest = None, None
+        if packed_seq_params is not None:
+            bounds, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
+        if query.dim() == 3:
+            q, k, v = (x.unsqueeze(1) for x in (query, key, value))
+            return self._whole(q, k, v, bounds, longest).squeeze(1).flatten(1)
+        return self._whole(query, key, value, bounds, longest).flatten(2)
+
+    def _sharded(
+        self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, packing: Any
+    ) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks; q, k, v are [s, b, heads, d]."""
+        group = self.context_group
+        assert group is not None and group.size() == shard.size and group.rank() == shard.rank
+        if self.window is None and heads_divide(q, k, shard.size):
+            q, k, v = to_heads(q, k, v, group)
+            return to_tokens(self._whole(q, k, v, shard.bounds, shard.longest), group)
+        heads = k.shape[2]
+        together = with_earlier_keys(torch.cat([k, v], dim=2), shard, group, self.window)
+        k, v = together.split(heads, dim=2)
+        return self._whole(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q)
+
+    def _whole(
+        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int | None
+    ) -> Tensor:
+        """Attention with all keys at hand, [s, b, heads, d] -> the same.
+
+        More keys than queries are tokens before the first query, of its document.
+        """
+        if bounds is None:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            return self._attend(q, k, v).transpose(0, 1)
+        assert q.shape[1] == 1 and longest is not None, "packed documents need a batch of one row"
+        q, k, v = (x.squeeze(1) for x in (q, k, v))
+        return self._packed(q, k, v, bounds, longest).unsqueeze(1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention within each row; q, k, v are [b, s, heads, d]."""
+        earlier = k.shape[1] - q.shape[1]
         if self.window is not None:
             return window_attention(
-                q, k, v, self.window, backend=self.kernels, scale=self.softmax_scale
+                q,
+                k,
+                v,
+                self.window,
+                backend=self.kernels,
+                scale=self.softmax_scale,
+                earlier=earlier,
             )
+        if earlier and q.is_cuda and q.dtype in FLASH_DTYPES:
+            return varlen_rows(q, k, v, scale=self.softmax_scale)
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # torch's causal mask begins at the first key, so fewer queries need one of their own.
+        mask = _causal_mask(q.shape[2], k.shape[2], q.device) if earlier else None
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
+            enable_gqa=grouped,
         )
         return out.transpose(1, 2)
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, packing: PackedSeqParams) -> Tensor:
-        """Attention within each document; q, k, v are [t, heads, d]."""
-        bounds, longest = packing.cu_seqlens_q, int(packing.max_seqlen_q)
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        """Attention within each document; q, k, v are [t, heads, d], bounds are the queries'."""
+        earlier = len(k) - len(q)
         if self.window is not None:
             return window_attention(
                 q[None],
@@ -126,26 +195,46 @@ class CausalCoreAttention(MegatronModule):
                 scale=self.softmax_scale,
                 cu_seqlens=bounds,
                 max_length=longest,
+                earlier=earlier,
             )[0]
         if q.is_cuda and q.dtype in FLASH_DTYPES:
-            return varlen_attention(q, k, v, bounds, longest, scale=self.softmax_scale)
+            return varlen_attention(
+                q, k, v, bounds, longest, scale=self.softmax_scale, earlier=earlier
+            )
         documents = []
         starts = bounds.tolist()
         for start, end in zip(starts[:-1], starts[1:], strict=True):
-            documents.append(self._attend(*(x[None, start:end] for x in (q, k, v)))[0])
+            first = start + earlier if start else 0
+            keys = slice(first, end + earlier)
+            documents.append(self._attend(q[None, start:end], k[None, keys], v[None, keys])[0])
         return torch.cat(documents)
 
 
+def _shard_of(packing: PackedSeqParams | None) -> SequenceShard:
+    if not isinstance(packing, ShardedSequence) or packing.shard is None:
+        raise ValueError(
+            "attention layers under context parallelism need to know which tokens a rank holds; "
+            "pass the ShardedSequence that data/batch.py makes as packed_seq_params"
+        )
+    return packing.shard
+
+
+def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Bool [queries, keys], true where a query sees a key; the last query is as late as the last
+    key."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
 def _check_core(config: Any, window: int | None) -> None:
-    """Refuse what the core would compute wrongly.
+    """Refuse what the core would compute wrongly or ignore.
 
     Raises:
         ValueError: one sentence.
     """
-    if config.context_parallel_size > 1:
+    if config.cp_comm_type is not None:
         raise ValueError(
-            f"context_parallel_size {config.context_parallel_size} is not supported by attention "
-            "layers; set it to 1"
+            f"megatron.transformer.cp_comm_type {config.cp_comm_type!r} has no effect on LT2's "
+            "attention, which chooses its exchange by itself; leave it out"
         )
     if window is not None and (isinstance(window, bool) or window != int(window) or window < 1):
         raise ValueError(

@@ -1,13 +1,14 @@
 """Every linear mixer as a layer for megatron-core: projections, convolution, recurrence, norm.
 
-What a mixer is stands in `megatron_lt2/recurrent`; this module makes a tensor- and
-sequence-parallel layer of it, with packed documents and checkpoint keys that do not depend on the
+What a mixer is stands in `megatron_lt2/recurrent`; this module makes a tensor-, sequence- and
+context-parallel layer of it, with packed documents and checkpoint keys that do not depend on the
 layout of the ranks. Heads are spread over the tensor-parallel ranks; what all heads share is
 computed in slices and gathered (recurrent/base.py).
 
 Shapes: [s, b, d] outside as everywhere in megatron-core; [B, T, H, channels] in the recurrence.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,9 +34,12 @@ from torch import Tensor, nn
 
 from megatron_lt2.kernels.conv import causal_conv1d
 from megatron_lt2.kernels.norms import gated_rms_norm, rms_norm
+from megatron_lt2.mixers.linear_shards import mix_shard, positions_of, shard_of, span_of
 from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
 from megatron_lt2.ops.norms import activate_gate
+from megatron_lt2.parallel.halo import exchange_halo
 from megatron_lt2.parallel.sectioned_linear import sectioned_linear
+from megatron_lt2.parallel.sequence import SequenceShard
 from megatron_lt2.recurrent.base import Layout, RecurrentMixer, Scan, wide
 from megatron_lt2.recurrent.initial import constant, uniform
 
@@ -126,11 +130,6 @@ class LinearMixer(MegatronModule):
         self.layer_number = layer_number
         self.tp_size = groups.tp.size()
         _check_splits(layout, self.tp_size)
-        if config.context_parallel_size > 1:
-            raise ValueError(
-                f"context_parallel_size {config.context_parallel_size} is not supported by the "
-                "linear mixers; set it to 1"
-            )
         self.heads = layout.heads // self.tp_size
         dtype = config.params_dtype
         rows = tuple(layout.rows(name) for name in layout.sections)
@@ -194,18 +193,27 @@ class LinearMixer(MegatronModule):
                 "generate there"
             )
         cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-        parts = self._sections(hidden_states, cu_seqlens)
+        group = self.pg_collection.cp
+        shard = shard_of(packed_seq_params, group.size())
+        parts = self._sections(hidden_states, cu_seqlens, shard)
         own = {name: getattr(self, name) for name in self.layout.weights}
         first = self.pg_collection.tp.rank() * self.heads
         scan = Scan(self.kernels, slice(first, first + self.heads), cu_seqlens)
-        mixed, _ = self.recurrent.mix(parts, own, scan)
+        if shard is None:
+            mixed, _ = self.recurrent.mix(parts, own, scan)
+        else:
+            if self.recurrent.reads_positions:
+                scan = replace(scan, positions=positions_of(shard, hidden_states.device))
+            mixed = mix_shard(self.recurrent, parts, own, scan, shard, group)
         gate = None if self.layout.gate is None else parts[self.layout.gate]
         mixed = self._norm(mixed, gate)
         out, _ = self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
         return out, None
 
-    def _sections(self, x: Tensor, cu_seqlens: Tensor | None) -> dict[str, Tensor]:
-        """[s, b, d] -> the sections as `RecurrentMixer.mix` takes them."""
+    def _sections(
+        self, x: Tensor, cu_seqlens: Tensor | None, shard: SequenceShard | None
+    ) -> dict[str, Tensor]:
+        """[s, b, d] -> the sections as `RecurrentMixer.prepare` takes them."""
         layout, group = self.layout, self.pg_collection.tp
         gather = self.config.sequence_parallel
         tokens = x.shape[0] * x.shape[1] * (self.tp_size if gather else 1)
@@ -213,7 +221,7 @@ class LinearMixer(MegatronModule):
         rows = {name: layout.rows(name) // self.tp_size for name in layout.sections}
         widths = [sum(rows[name] for name in names) for names in products]
         pieces = list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
-        self._convolve(pieces, products, widths, cu_seqlens)
+        self._convolve(pieces, products, widths, cu_seqlens, shard)
         parts: dict[str, Tensor] = {}
         for names, piece in zip(products, pieces, strict=True):
             sizes = [rows[name] for name in names]
@@ -232,6 +240,7 @@ class LinearMixer(MegatronModule):
         products: Products,
         widths: list[int],
         cu_seqlens: Tensor | None,
+        shard: SequenceShard | None,
     ) -> None:
         """Replace the pieces of sections with a convolution, the leading ones, by its outputs."""
         conv = self.conv1d
@@ -240,12 +249,24 @@ class LinearMixer(MegatronModule):
         count = sum(self.layout.sections[names[0]].conv for names in products)
         weights = conv.weight.split(widths[:count])
         biases = (None,) * count if conv.bias is None else conv.bias.split(widths[:count])
+        before: list[Tensor | None] = [None] * count
+        if shard is not None:
+            span = span_of(shard)
+            pieces[:count], before = exchange_halo(
+                pieces[:count],
+                self.layout.conv_size - 1,
+                self.pg_collection.cp,
+                last=span.last,
+                continues=span.continues,
+                documents=len(pieces[0]) if cu_seqlens is None else len(cu_seqlens) - 1,
+            )
         for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             pieces[i], _ = causal_conv1d(
                 pieces[i],
                 weight,
                 bias_D=bias,
                 activation="silu",
+                initial_state_NDW=before[i],
                 cu_seqlens=cu_seqlens,
                 backend=self.kernels,
             )

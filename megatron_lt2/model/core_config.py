@@ -32,6 +32,12 @@ FIXED = {
     "pipeline_model_parallel_size": "parallel.pipeline",
     "context_parallel_size": "parallel.context",
     "sequence_parallel": "parallel.sequence",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layers",
+    "num_layers_in_first_pipeline_stage": "parallel.pipeline_layers",
+    "num_layers_in_last_pipeline_stage": "parallel.pipeline_layers",
+    "account_for_embedding_in_pipeline_split": "parallel.pipeline_layers",
+    "account_for_loss_in_pipeline_split": "parallel.pipeline_layers",
+    "virtual_pipeline_model_parallel_size": "model.loops",
     "bf16": "precision.dtype",
     "params_dtype": "precision.dtype",
 }
@@ -45,6 +51,9 @@ ARCHITECTURE = (
     *("init_method", "init_method_std", "output_layer_init_method", "embedding_init_method"),
     *("embedding_init_method_std", "perform_initialization", "use_cpu_initialization"),
     *("calculate_per_token_loss", "hetereogenous_dist_checkpoint", "pipeline_dtype"),
+    *("overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p", "variable_seq_lengths"),
+    *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+    "num_microbatches_with_partial_activation_checkpoints",
 )
 """Fields that LT2's layers, initial weights or trainer fix: set, they do nothing or break."""
 
@@ -106,8 +115,21 @@ def transformer_config(config: RunConfig, on_gpu: bool) -> TransformerConfig:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
     }
+    if parallel.pipeline > 1:
+        values["pipeline_model_parallel_layout"] = _stage_layout(config)
+        # A stage's output is dead once it is sent; only its place in the graph is needed.
+        values["deallocate_pipeline_outputs"] = True
     values.update(passthrough(config.megatron.transformer, TransformerConfig, "transformer", FIXED))
+    if values.get("fp32_residual_connection"):
+        values["pipeline_dtype"] = torch.float32
     return TransformerConfig(**values)
+
+
+def _stage_layout(config: RunConfig) -> list[list[str]]:
+    """What megatron-core builds on each pipeline stage."""
+    layers = config.parallel.stage_layers(config.model.num_layers)
+    stages = [["decoder"] * count for count in layers]
+    return [["embedding", *stages[0]], *stages[1:-1], [*stages[-1], "loss"]]
 
 
 def passthrough(

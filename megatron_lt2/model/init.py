@@ -9,7 +9,6 @@ is declared by the mixers (mixers/parameters.py).
 import hashlib
 
 import torch
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_lt2.config.schema import ModelConfig
@@ -26,9 +25,9 @@ def initialise(model: LT2Model, config: ModelConfig, seed: int) -> None:
         ValueError: a parameter has neither a declared initialiser nor two axes.
     """
     group = model.pg_collection.tp
-    offset = get_transformer_layer_offset(model.config)
-    for name, parameter in model.named_parameters():
-        name = _global_name(name, offset)
+    names = global_names(model)
+    for local_name, parameter in model.named_parameters():
+        name = names[local_name]
         full = _global_values(name, parameter, config, seed, group.size())
         if "word_embeddings" in name or "output_layer" in name:
             full = _pad_rows(full, parameter.shape[0] * group.size())
@@ -93,10 +92,21 @@ def _pad_rows(rows: Tensor, total: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(total - rows.shape[0], rows.shape[1])])
 
 
-def _global_name(name: str, offset: int) -> str:
-    """The name with the layer's number in the whole model instead of on this pipeline stage."""
-    head, marker, tail = name.partition("decoder.layers.")
-    if not marker:
-        return name
-    number, _, rest = tail.partition(".")
-    return f"{head}{marker}{int(number) + offset}.{rest}"
+def global_names(model: LT2Model) -> dict[str, str]:
+    """The name in the whole model of each parameter of this pipeline stage.
+
+    Layers are counted over all stages, and the last stage's copy of a tied embedding is the
+    embedding.
+    """
+    names = {}
+    for name, _ in model.named_parameters():
+        head, marker, tail = name.partition("decoder.layers.")
+        if marker:
+            number, _, rest = tail.partition(".")
+            layer = model.decoder.layers[int(number)]
+            names[name] = f"{head}{marker}{layer.layer_number - 1}.{rest}"
+        elif name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            names[name] = "embedding.word_embeddings.weight"
+        else:
+            names[name] = name
+    return names

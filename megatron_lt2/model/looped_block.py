@@ -5,11 +5,21 @@
 rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop.
 megatron-core owns the layers, recomputation and quantisation contexts; only the order of the passes
 is ours.
+
+On a pipeline every stage holds some of the layers, and each loop goes through all stages:
+
+    stage 0:   x = h_t                  -> layers -> [h, x]
+    between:   [h, x]                   -> layers -> [h, x]
+    last:      [h, x] -> layers -> h_(t+1) = h + rho_t * x  -> stage 0, or norm and head
+
+The loop's input x travels with the state because rho is needed after the last layer; without rho
+only h does. A stage takes and gives what its neighbours send: see `CarryCommunicator`.
 """
 
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
@@ -28,15 +38,19 @@ class LoopedTransformerBlock(TransformerBlock):
 
     Args:
         loops: T.
-        loop_residual: whether to add rho_t * (input of loop t).
+        loop_residual: whether to add rho_t * (input of loop t); rho lies on the last stage.
         Others as TransformerBlock.
+
+    Attributes:
+        carries: whether stages pass on the loop's input beside the state.
     """
 
     def __init__(self, *args: Any, loops: int, loop_residual: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loops = loops
+        self.carries = loop_residual and self.config.pipeline_model_parallel_size > 1
         self.loop_residual = None
-        if loop_residual:
+        if loop_residual and self.post_process:
             # fp32: rho moves away from zero in steps that bf16 would round away.
             residual: Any = new_parameter(loops, self.config.hidden_size)
             residual.sequence_parallel = self.config.sequence_parallel
@@ -51,31 +65,52 @@ class LoopedTransformerBlock(TransformerBlock):
         rotary_pos_emb: Tensor | None = None,
         packed_seq_params: Any = None,
         loops: int | None = None,
+        stage_loop: int | None = None,
     ) -> Tensor:
         """[s, b, d] -> [s, b, d] after `loops` passes (default T) and the final norm.
 
-        s is this rank's share under sequence parallelism. `loops` may be smaller than T.
+        s is this rank's share under sequence or context parallelism. `loops` may be smaller than T.
+        On a pipeline: this stage's part of loop `stage_loop` only, from and to what neighbouring
+        stages send: [2s, b, d] with the loop's input if `carries`, but [s, b, d] from the last
+        stage to the first; after the last loop the last stage returns the normed [s, b, d].
         """
-        h = hidden_states if self.pre_process else self.input_tensor
-        h = make_viewless_tensor(inp=h, requires_grad=True, keep_graph=True)
+        assert hidden_states is not None
+        inputs = (attention_mask, rotary_pos_emb, packed_seq_params)
         with self._sequence_parallel_rng(), self._outer_quantisation():
-            for loop in range(loops or self.loops):
-                h = self.run_loop(loop, h, attention_mask, rotary_pos_emb, packed_seq_params)
-        if self.final_layernorm is not None:
-            h = make_viewless_tensor(
-                inp=self.final_layernorm(h), requires_grad=True, keep_graph=True
-            )
-        return h
+            if stage_loop is not None:
+                h = self._run_stage(stage_loop, hidden_states, *inputs)
+            else:
+                h = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+                for loop in range(loops or self.loops):
+                    h = self._add_residual(loop, self._run_layers(h, *inputs), h)
+        final = stage_loop is None or stage_loop == self.loops - 1
+        if self.final_layernorm is not None and final:
+            h = self.final_layernorm(h)
+        return make_viewless_tensor(inp=h, requires_grad=True, keep_graph=True)
 
-    def run_loop(
+    def _run_stage(self, loop: int, received: Tensor, *inputs: Any) -> Tensor:
+        """One loop through this stage's layers."""
+        h = x = received
+        if self.carries and not self.pre_process:
+            h, x = received.chunk(2)
+        h = self._run_layers(h, *inputs)
+        if self.post_process:
+            return self._add_residual(loop, h, x)
+        return torch.cat([h, x]) if self.carries else h
+
+    def _add_residual(self, loop: int, h: Tensor, loop_input: Tensor) -> Tensor:
+        if self.loop_residual is None:
+            return h
+        return h + self.loop_residual[loop].to(h.dtype) * loop_input
+
+    def _run_layers(
         self,
-        loop: int,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         rotary_pos_emb: Tensor | None,
         packed_seq_params: Any,
     ) -> Tensor:
-        """One pass through the physical layers, plus this loop's residual."""
+        """One pass through the physical layers of this rank."""
         h = hidden_states
         delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
         inner_fp8 = bool(self.config.fp8) and not delayed
@@ -105,8 +140,6 @@ class LoopedTransformerBlock(TransformerBlock):
                         rotary_pos_emb=rotary_pos_emb,
                         packed_seq_params=packed_seq_params,
                     )
-        if self.loop_residual is not None:
-            h = h + self.loop_residual[loop].to(h.dtype) * hidden_states
         return h
 
     def _sequence_parallel_rng(self) -> Any:

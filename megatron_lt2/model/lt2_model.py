@@ -3,6 +3,9 @@
 GPTModel brings the (vocabulary-parallel) embedding, rotary frequencies, output head, tied weights
 and the loss; it always builds a plain TransformerBlock, so it is given an empty one, which is then
 replaced.
+
+On a pipeline a rank's model holds the layers of its stage once; the schedule reaches them through
+one view a loop (parallel/loop_pipeline.py).
 """
 
 from typing import Any
@@ -28,6 +31,8 @@ class LT2Model(GPTModel):
         padded_vocab_size: rows of the embedding; those from vocab_size on never get probability.
         max_sequence_length: longest sequence, in tokens.
         kernels: "fla" or "torch".
+        pre_process, post_process: whether this is the first or the last pipeline stage.
+        stage_layers: physical layers of each pipeline stage; default: all on the only one.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class LT2Model(GPTModel):
         kernels: str = "torch",
         pre_process: bool = True,
         post_process: bool = True,
+        stage_layers: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         assert model.vocab_size is not None, (
@@ -58,9 +64,12 @@ class LT2Model(GPTModel):
             **kwargs,
         )
         self.real_vocab_size = model.vocab_size
+        layers = stage_layers or [model.num_layers]
+        stage = self.pg_collection.pp.rank() if len(layers) > 1 else 0
+        first = sum(layers[:stage])
         self.decoder = LoopedTransformerBlock(
             config,
-            block_spec(model, kernels),
+            block_spec(model, kernels, range(first, first + layers[stage])),
             loops=model.loops,
             loop_residual=model.loop_residual == "per_channel",
             pre_process=pre_process,
@@ -76,6 +85,8 @@ class LT2Model(GPTModel):
         labels: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         loops: int | None = None,
+        stage_loop: int | None = None,
+        received: Tensor | None = None,
     ) -> Tensor:
         """Loss of every token, or logits without labels.
 
@@ -86,21 +97,26 @@ class LT2Model(GPTModel):
             labels: [b, s] next tokens.
             packed_seq_params: document boundaries of a packed row.
             loops: passes through the layers, default T.
+            stage_loop: on a pipeline, the loop of which this stage does its part.
+            received: what the stage before sent; None where the embedding begins.
 
         Returns:
             [b, s] fp32 losses with labels; else logits [b, s, padded vocabulary / tensor-parallel
-            ranks].
+            ranks]. On a pipeline, before the end of the last loop: what the next stage takes.
         """
-        embedded = None
-        if self.pre_process:
-            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden = received
+        if self.pre_process and not stage_loop:
+            hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
         hidden = self.decoder(
-            embedded,
+            hidden,
             rotary_pos_emb=self._rotary(position_ids, packed_seq_params),
             packed_seq_params=packed_seq_params,
             loops=loops,
+            stage_loop=stage_loop,
         )
-        if not self.post_process:
+        if stage_loop is not None and not (
+            self.post_process and stage_loop == self.decoder.loops - 1
+        ):
             return hidden
         weight = (
             self.shared_embedding_or_output_weight()
@@ -114,8 +130,12 @@ class LT2Model(GPTModel):
         return self.compute_language_model_loss(labels, logits)
 
     def _rotary(self, position_ids: Tensor, packing: PackedSeqParams | None) -> Tensor:
-        """Rotary angles [s, 1, 1, head_dim]; looked up by position where documents are packed."""
-        angles = self.rotary_pos_emb(position_ids.shape[1])
+        """Rotary angles [s, 1, 1, head_dim]; looked up by position where documents are packed or a
+        rank holds a part of the row."""
+        total = position_ids.shape[1] * self.pg_collection.cp.size()
+        # Called "packed" to get all of them: else megatron-core takes two pieces a context rank, in
+        # an order that is not ours.
+        angles = self.rotary_pos_emb(total, packed_seq=True)
         return angles if packing is None else angles[position_ids[0]]
 
     def _silence_padding(self, logits: Tensor) -> None:

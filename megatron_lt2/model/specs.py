@@ -45,9 +45,15 @@ def layer_spec(mixer: str, model: ModelConfig, kernels: str = "torch") -> Module
     )
 
 
-def block_spec(model: ModelConfig, kernels: str = "torch") -> TransformerBlockSubmodules:
-    """The physical layers that `model.pattern` describes, and the final norm."""
+def block_spec(
+    model: ModelConfig, kernels: str = "torch", layers: range | None = None
+) -> TransformerBlockSubmodules:
+    """The physical layers that `model.pattern` describes, and the final norm.
+
+    layers: those of one pipeline stage, counted from 0 in the whole model; default: all.
+    """
     names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
+    wanted = range(len(names)) if layers is None else layers
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(name, model, kernels) for name in names], layer_norm=RMSNorm
+        layer_specs=[layer_spec(names[i], model, kernels) for i in wanted], layer_norm=RMSNorm
     )

@@ -5,6 +5,7 @@
 The row is cut into blocks of at least `window` queries. A query then finds all its keys in its own
 block and the one before, so each block attends to two blocks of keys under a mask, and no T x T
 matrix is made. Documents of a packed row are told apart in that mask; blocks may span several.
+Keys that lie before the first query, where there are some, are the block before the first one.
 
 G key/value heads may serve H = n G query heads (grouped queries), n consecutive ones each.
 """
@@ -19,7 +20,7 @@ MIN_BLOCK = 64
 """Queries a block for small windows: fewer would make many tiny products."""
 
 
-def check_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
+def check_window(q: Tensor, k: Tensor, v: Tensor, window: int, earlier: int = 0) -> None:
     """Refuse inputs of window attention that do not belong together.
 
     Raises:
@@ -30,7 +31,8 @@ def check_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise ValueError(f"Window attention needs [B, T, heads, channels], not {shapes}.")
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+    places = (q.shape[0], q.shape[1] + earlier)
+    if places != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(f"The shapes of window attention do not fit together: {shapes}.")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
@@ -47,6 +49,7 @@ def window_attention(
     *,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    earlier: int = 0,
 ) -> Tensor:
     """Causal attention to the last `window` tokens, the token itself included.
 
@@ -54,8 +57,9 @@ def window_attention(
         q_BTHK, k_BTGK, v_BTGV: queries, keys, values; G divides H.
         window: keys a query sees, in tokens, at least 1.
         scale: factor on q^T k; default K**-0.5.
-        cu_seqlens: document borders of a packed row (B must be 1); default: every row is one
-            document.
+        cu_seqlens: document borders of a packed row's queries (B must be 1); default: every row
+            is one document.
+        earlier: keys before the first query, of its document; k and v are longer by them.
 
     Returns:
         Output [B, T, H, V] in q's dtype.
@@ -63,14 +67,16 @@ def window_attention(
     Raises:
         ValueError: window, shapes or borders that make no sense.
     """
-    check_window(q_BTHK, k_BTGK, v_BTGV, window)
+    check_window(q_BTHK, k_BTGK, v_BTGV, window, earlier)
     batch, length, heads = q_BTHK.shape[:3]
     if cu_seqlens is not None:
         document_bounds(cu_seqlens, batch, length)
     if not length:
         return q_BTHK.new_zeros(*q_BTHK.shape[:3], v_BTGV.shape[-1])
-    size = min(length, max(window, MIN_BLOCK))
+    halo = min(earlier, window - 1)
+    size = max(min(length, max(window, MIN_BLOCK)), halo)
     count = -(-length // size)
+    two = count > 1 or halo > 0
 
     def blocks(x: Tensor) -> Tensor:
         """[B, T, heads, D] -> [B, M, C, heads, D], padded at the end."""
@@ -78,13 +84,14 @@ def window_attention(
 
     def keyed(x: Tensor) -> Tensor:
         """[B, T, heads, D] -> [B*M, heads, 2C, D]: each block behind its predecessor."""
-        own = blocks(x)
-        if count > 1:
-            before = F.pad(own[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+        own = blocks(x[:, earlier:])
+        if two:
+            first = F.pad(x[:, earlier - halo : earlier], (0, 0, 0, 0, size - halo, 0))
+            before = torch.cat([first[:, None], own[:, :-1]], dim=1)
             own = torch.cat([before, own], dim=2)
         return own.flatten(0, 1).transpose(1, 2)
 
-    mask_MQS = _visible(length, size, count, window, cu_seqlens, q_BTHK.device)
+    mask_MQS = _visible(length, size, count, window, halo, cu_seqlens, q_BTHK.device)
     mask = mask_MQS.expand(batch, *mask_MQS.shape).flatten(0, 1).unsqueeze(1)
     o = F.scaled_dot_product_attention(
         blocks(q_BTHK).flatten(0, 1).transpose(1, 2),
@@ -102,6 +109,7 @@ def _visible(
     size: int,
     count: int,
     window: int,
+    halo: int,
     cu_seqlens: Tensor | None,
     device: torch.device,
 ) -> Tensor:
@@ -115,10 +123,11 @@ def _visible(
     document[length:] = -1
     document_MC = document.view(count, size)
     place_MS, document_MS = place_MC, document_MC
-    if count > 1:
+    if count > 1 or halo:
         place_MS = torch.cat([place_MC - size, place_MC], dim=1)
-        before = F.pad(document_MC[:-1], (0, 0, 1, 0), value=-2)
-        document_MS = torch.cat([before, document_MC], dim=1)
+        first = document.new_full((1, size), -2)
+        first[:, size - halo :] = document[0]
+        document_MS = torch.cat([torch.cat([first, document_MC[:-1]]), document_MC], dim=1)
     distance = place_MC[:, :, None] - place_MS[:, None, :]
     same = document_MC[:, :, None] == document_MS[:, None, :]
     return (distance >= 0) & (distance < window) & same

@@ -71,7 +71,7 @@ class _SectionedLinear(torch.autograd.Function):
             if world > 1:
                 dx = dx.contiguous()
                 if ctx.gather:
-                    total, dx = dx, torch.empty_like(x)
+                    total, dx = dx, x.new_empty(x.shape)
                     reducing = dist.reduce_scatter_tensor(dx, total, group=group, async_op=True)
                 else:
                     reducing = dist.all_reduce(dx, group=group, async_op=True)

@@ -85,6 +85,8 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
     )
+    # Pipeline stages draw different numbers, as in Megatron.
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
 

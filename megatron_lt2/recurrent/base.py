@@ -153,15 +153,6 @@ class Scan:
     state: State | None = None
     keep_state: bool = False
 
-    def kernel(self) -> dict[str, Any]:
-        """Keywords of a kernel whose state is one tensor."""
-        return {
-            "backend": self.backend,
-            "cu_seqlens": self.cu_seqlens,
-            "initial_state": None if self.state is None else self.state[0],
-            "output_final_state": self.keep_state,
-        }
-
     def blank(self, x: Tensor) -> Tensor:
         """Zero at padding; x is [B, T, H] or [B, T, H, channels].
 
@@ -173,15 +164,47 @@ class Scan:
         return x * self.real.view(*self.real.shape, *(1,) * (x.dim() - 2)).to(x.dtype)
 
 
+@dataclass(frozen=True)
+class Recurrence:
+    """A kernel, and what a mixer gives it.
+
+    kernel: a function from kernels/, called as kernel(*tensors, **options, backend=..., ...).
+    tensors: with a number or vector for each token, [B, T, H, ...]: queries, keys, values, then
+        gates (None where the mixer has none).
+    options: keywords that are the same for all tokens.
+    """
+
+    kernel: Callable[..., tuple[Tensor, Any]]
+    tensors: tuple[Tensor | None, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, scan: Scan) -> tuple[Tensor, State | None]:
+        """Output [B, T, H, V], and the state after each document if `scan.keep_state`."""
+        state = scan.state
+        out, final = self.kernel(
+            *self.tensors,
+            **self.options,
+            backend=scan.backend,
+            cu_seqlens=scan.cu_seqlens,
+            # A kernel whose state is one tensor takes and gives just that.
+            initial_state=state[0] if state is not None and len(state) == 1 else state,
+            output_final_state=scan.keep_state,
+        )
+        return out, (final,) if isinstance(final, Tensor) else final
+
+
 class RecurrentMixer:
     """Base of the linear mixers.
 
     Args:
         settings: the mixer's settings (config/mixers.py) with every None resolved.
         depth: layer number / layers, from 1/N to 1.
+
+    reads_positions: its tokens need to know where in their document they are.
     """
 
     layout: Layout
+    reads_positions = False
 
     def __init__(self, settings: Any, depth: float = 1.0) -> None:
         self.settings, self.depth = settings, depth
@@ -191,21 +214,33 @@ class RecurrentMixer:
         """The geometry that the settings give."""
         raise NotImplementedError(f"{type(self).__name__} must define describe")
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
-        """Mix tokens.
+    ) -> Recurrence:
+        """Turn projections and parameters into what a kernel takes.
 
         Args:
             parts: the sections: [B, T, H, channels], [B, T, channels] if shared. H is the number of
                 heads in `scan.heads`.
             weights: the mixer's own parameters, [H * channels] of the same heads, fp32.
-            scan: borders, padding, state.
+            scan: heads, positions, padding.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define prepare")
+
+    def finish(self, out: Tensor, parts: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+        """What the recurrence's output [B, T, H, V] becomes before the norm; here it stays."""
+        return out
+
+    def mix(
+        self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
+    ) -> tuple[Tensor, State | None]:
+        """Mix tokens; arguments as `prepare`.
 
         Returns:
             Output [B, T, H, V], and the new state if `scan.keep_state`.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define mix")
+        out, state = self.prepare(parts, weights, scan).run(scan)
+        return self.finish(out, parts, weights), state
 
     def flops(self) -> float:
         """Operations a token of the recurrence, all heads; a multiply-add counts as two.
@@ -228,8 +263,3 @@ class RecurrentMixer:
 def wide(x: Tensor) -> Tensor:
     """x in fp32, or in fp64 if it is: gates are made in this precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def one_state(state: Tensor | None) -> State | None:
-    """A kernel's single state tensor as a State."""
-    return None if state is None else (state,)

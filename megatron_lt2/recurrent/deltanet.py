@@ -9,7 +9,7 @@ L2-normalised; the output is RMS-normed a head, and gated by SiLU if asked for.
 from torch import Tensor
 
 from ..kernels.gdn import delta_rule
-from .base import Layout, RecurrentMixer, Scan, Section, State, one_state, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, wide
 
 
 class DeltaNet(RecurrentMixer):
@@ -36,16 +36,13 @@ class DeltaNet(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         beta = wide(parts["beta"].squeeze(-1)).sigmoid()
         if self.settings.allow_neg_eigval:
             beta = beta * 2
-        out, state = delta_rule(
-            parts["q"], scan.blank(parts["k"]), parts["v"], beta, **scan.kernel()
-        )
-        return out, one_state(state)
+        return Recurrence(delta_rule, (parts["q"], scan.blank(parts["k"]), parts["v"], beta))
 
     def flops(self) -> float:
         """Read k^T S, write, read q^T S."""

@@ -10,7 +10,7 @@ A_log and dt_bias stay in fp32 whatever the model's dtype: bf16 cannot hold deca
 from torch import Tensor
 
 from ..kernels.gdn import gated_delta_net
-from .base import Layout, RecurrentMixer, Scan, Section, State, Weight, one_state
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight
 from .initial import inverse_softplus_of_steps, log_uniform
 
 
@@ -41,22 +41,20 @@ class GatedDeltaNet(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
-        out, state = gated_delta_net(
-            parts["q"],
-            parts["k"],
-            parts["v"],
-            parts["decay"].squeeze(-1),
-            parts["beta"].squeeze(-1),
-            weights["A_log"],
-            weights["dt_bias"],
-            allow_neg_eigval=self.settings.allow_neg_eigval,
-            real_BT=scan.real,
-            **scan.kernel(),
+    ) -> Recurrence:
+        gates = (parts["decay"].squeeze(-1), parts["beta"].squeeze(-1))
+        return Recurrence(
+            gated_delta_net,
+            (parts["q"], parts["k"], parts["v"], *gates),
+            {
+                "A_log_H": weights["A_log"],
+                "dt_bias_H": weights["dt_bias"],
+                "allow_neg_eigval": self.settings.allow_neg_eigval,
+                "real_BT": scan.real,
+            },
         )
-        return out, one_state(state)
 
     def flops(self) -> float:
         """Read k^T S, write, read q^T S."""

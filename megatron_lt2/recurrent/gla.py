@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.gla import gla
-from .base import Layout, RecurrentMixer, Scan, Section, State, Weight, one_state, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight, wide
 from .initial import constant
 
 
@@ -36,20 +36,15 @@ class GatedLinearAttention(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         decay = parts["decay"]
         logits = wide(decay) + weights["decay_bias"].view(decay.shape[2:])
         log_decay = F.logsigmoid(logits) / self.settings.gate_normalizer
-        out, state = gla(
-            parts["q"],
-            scan.blank(parts["k"]),
-            parts["v"],
-            scan.blank(log_decay),
-            **scan.kernel(),
+        return Recurrence(
+            gla, (parts["q"], scan.blank(parts["k"]), parts["v"], scan.blank(log_decay))
         )
-        return out, one_state(state)
 
 
 MIXER = GatedLinearAttention

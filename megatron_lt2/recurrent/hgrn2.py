@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.gla import gla
-from .base import Layout, RecurrentMixer, Scan, Section, State, one_state, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, wide
 
 
 class HGRN2(RecurrentMixer):
@@ -32,9 +32,9 @@ class HGRN2(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         forget = parts["forget"]
         log_decay = F.logsigmoid(wide(forget))
         bound = self.settings.lower_bound * self.depth
@@ -44,14 +44,9 @@ class HGRN2(RecurrentMixer):
         key = torch.sigmoid(-forget)  # 1 - sigmoid(forget), without its rounding near 1
         if bound > 0:
             key = key * (1 - bound)
-        out, state = gla(
-            F.silu(parts["q"]),
-            scan.blank(key),
-            parts["v"],
-            scan.blank(log_decay),
-            **scan.kernel(),
+        return Recurrence(
+            gla, (F.silu(parts["q"]), scan.blank(key), parts["v"], scan.blank(log_decay))
         )
-        return out, one_state(state)
 
     def problem(self) -> str | None:
         bound = self.settings.lower_bound

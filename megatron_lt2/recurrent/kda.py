@@ -11,7 +11,7 @@ sigmoid and comes through a bottleneck too. A_log and dt_bias stay in fp32.
 from torch import Tensor
 
 from ..kernels.kda import kimi_delta_attention
-from .base import Layout, RecurrentMixer, Scan, Section, State, Weight, one_state
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight
 from .initial import inverse_softplus_of_steps, log_uniform
 
 
@@ -43,22 +43,20 @@ class KimiDeltaAttention(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
-        out, state = kimi_delta_attention(
-            parts["q"],
-            parts["k"],
-            parts["v"],
-            parts["decay"],
-            parts["beta"].squeeze(-1),
-            weights["A_log"],
-            weights["dt_bias"],
-            allow_neg_eigval=self.settings.allow_neg_eigval,
-            real_BT=scan.real,
-            **scan.kernel(),
+    ) -> Recurrence:
+        gates = (parts["decay"], parts["beta"].squeeze(-1))
+        return Recurrence(
+            kimi_delta_attention,
+            (parts["q"], parts["k"], parts["v"], *gates),
+            {
+                "A_log_H": weights["A_log"],
+                "dt_bias_HK": weights["dt_bias"],
+                "allow_neg_eigval": self.settings.allow_neg_eigval,
+                "real_BT": scan.real,
+            },
         )
-        return out, one_state(state)
 
     def flops(self) -> float:
         """Read k^T S, write, read q^T S."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels.linear import feature_map, normalized_linear_attention
 from ..kernels.simple_gla import simple_gla
-from .base import Layout, RecurrentMixer, Scan, Section, State, one_state
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section
 
 POSITIVE = ("elu1", "relu", "softmax")
 """Feature maps without negative values."""
@@ -30,19 +30,17 @@ class LinearAttention(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         s = self.settings
         q, k = (
             feature_map(parts[name], s.feature_map, backend=scan.backend) for name in ("q", "k")
         )
         k = scan.blank(k)
         if s.normalize:
-            out, state = normalized_linear_attention(q, k, parts["v"], **scan.kernel())
-        else:
-            out, state = simple_gla(q, k, parts["v"], None, **scan.kernel())
-        return out, one_state(state)
+            return Recurrence(normalized_linear_attention, (q, k, parts["v"]))
+        return Recurrence(simple_gla, (q, k, parts["v"], None))
 
     def state_numbers(self) -> int:
         extra = self.layout.heads * self.layout.head_k_dim if self.settings.normalize else 0

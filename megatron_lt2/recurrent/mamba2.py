@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.simple_gla import simple_gla
-from .base import Layout, RecurrentMixer, Scan, Section, State, Weight, one_state, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight, wide
 from .initial import constant, inverse_softplus_of_steps, log_uniform
 
 
@@ -49,19 +49,21 @@ class Mamba2(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         x = parts["x"]
         B, C = (self._of_heads(parts[name], scan.heads) for name in ("B", "C"))
         dt = F.softplus(wide(parts["dt"]).squeeze(-1) + weights["dt_bias"])
         log_decay = -weights["A_log"].exp() * dt
         key = scan.blank((dt.unsqueeze(-1) * B).to(x.dtype))
-        out, state = simple_gla(
-            C.to(x.dtype), key, x, scan.blank(log_decay), scale=1.0, **scan.kernel()
+        return Recurrence(
+            simple_gla, (C.to(x.dtype), key, x, scan.blank(log_decay)), {"scale": 1.0}
         )
-        skip = weights["D"].unsqueeze(-1).to(x.dtype)
-        return torch.addcmul(out, skip, x), one_state(state)
+
+    def finish(self, out: Tensor, parts: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
+        x = parts["x"]
+        return torch.addcmul(out, weights["D"].unsqueeze(-1).to(x.dtype), x)
 
     def _of_heads(self, shared: Tensor, heads: slice) -> Tensor:
         """[B, T, groups * N] -> [B, T, H, N], the group of each of these heads."""

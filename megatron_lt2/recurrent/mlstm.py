@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.mlstm import mlstm
-from .base import Layout, RecurrentMixer, Scan, Section, State, Weight, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight, wide
 from .initial import constant, evenly
 
 
@@ -44,20 +44,13 @@ class MLSTM(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         log_input = self._capped(parts["input"], weights["input_bias"])
         log_forget = F.logsigmoid(self._capped(parts["forget"], weights["forget_bias"]))
-        out, state = mlstm(
-            parts["q"],
-            scan.blank(parts["k"]),
-            parts["v"],
-            log_input,
-            scan.blank(log_forget),
-            **(scan.kernel() | {"initial_state": scan.state}),
-        )
-        return out, state
+        gates = (log_input, scan.blank(log_forget))
+        return Recurrence(mlstm, (parts["q"], scan.blank(parts["k"]), parts["v"], *gates))
 
     def _capped(self, x: Tensor, bias: Tensor) -> Tensor:
         x = wide(x.squeeze(-1)) + bias

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from ..kernels.rotary import rotary
 from ..kernels.simple_gla import simple_gla
-from .base import Layout, RecurrentMixer, Scan, Section, State, one_state, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, wide
 
 
 class Retention(RecurrentMixer):
     """A fixed scalar decay a head."""
+
+    reads_positions = True
 
     def describe(self) -> Layout:
         s = self.settings
@@ -29,9 +31,9 @@ class Retention(RecurrentMixer):
             norm_eps=s.norm_eps,
         )
 
-    def mix(
+    def prepare(
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
-    ) -> tuple[Tensor, State | None]:
+    ) -> Recurrence:
         q, k = rotary(
             parts["q"],
             parts["k"],
@@ -47,15 +49,11 @@ class Retention(RecurrentMixer):
         each_token = None
         if scan.real is not None:  # padding must not decay
             each_token = scan.blank(decay.expand(*q.shape[:3]))
-        out, state = simple_gla(
-            q,
-            scan.blank(k),
-            parts["v"],
-            each_token,
-            decay_H=None if each_token is not None else decay,
-            **scan.kernel(),
+        return Recurrence(
+            simple_gla,
+            (q, scan.blank(k), parts["v"], each_token),
+            {"decay_H": None if each_token is not None else decay},
         )
-        return out, one_state(state)
 
 
 MIXER = Retention

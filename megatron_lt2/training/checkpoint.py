@@ -35,7 +35,7 @@ from megatron_lt2.orphans import die_with_parent
 from megatron_lt2.training import checkpoint_files as files
 from megatron_lt2.training import resume
 from megatron_lt2.training.metrics import RunLog
-from megatron_lt2.training.optimizer_state import finish_load, prepare_for_load
+from megatron_lt2.training.optimizer_state import finish_load, keeping_padding, prepare_for_load
 from megatron_lt2.training.setup import TrainingParts
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -226,10 +226,13 @@ class Checkpointer:
             **METADATA,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
+        if not loading:
+            self.parts.gather_parameters()
         model = self.parts.model.sharded_state_dict(metadata=metadata)
-        optimizer = self.parts.optimizer.sharded_state_dict(
-            model, is_loading=loading, metadata=metadata
-        )
+        with keeping_padding(self.parts.optimizer):
+            optimizer = self.parts.optimizer.sharded_state_dict(
+                model, is_loading=loading, metadata=metadata
+            )
         rank, world = dist.get_rank(), dist.get_world_size()
         return {
             "model": model,

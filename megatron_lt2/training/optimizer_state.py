@@ -1,7 +1,13 @@
-"""Loading optimizer state where neither Transformer Engine nor Apex brings an Adam of its own.
+"""Saving and loading optimizer state: what megatron-core 0.19.2 gets wrong, mended from outside.
 
-megatron-core 0.19.2 then uses torch's AdamW, whose state has a `step` tensor a parameter. Its
-distributed optimizer trips over that in two places, both mended here on the optimizer at hand:
+Saving: its distributed optimizer joins the gradient buckets without the padding at their ends, and
+then looks up each parameter where it lies with the padding. So from the second bucket on it saves
+shifted values, unless every bucket happens to be a multiple of 128. Several buckets come with
+overlapped gradients, and with tied embeddings on a pipeline, which have one of their own.
+
+Loading where neither Transformer Engine nor Apex brings an Adam of its own: it then uses torch's
+AdamW, whose state has a `step` tensor a parameter. The distributed optimizer trips over that in two
+places:
 
 - the reader copies every tensor of a parameter's state out of the checkpoint and looks for "step"
   there, where it is not (it was restored before, from the parameter groups);
@@ -9,6 +15,7 @@ distributed optimizer trips over that in two places, both mended here on the opt
   increments.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +25,20 @@ import torch
 
 def _inner(optimizer: Any) -> Iterator[Any]:
     yield from getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+@contextlib.contextmanager
+def keeping_padding(optimizer: Any) -> Iterator[None]:
+    """While it lasts, `optimizer.sharded_state_dict` joins buckets with their padding."""
+    with contextlib.ExitStack() as stack:
+        for inner in _inner(optimizer):
+            for buffer in getattr(inner, "buffers", []):
+                parts = [(buffer, buffer.numel)]
+                parts += [(bucket, bucket.grad_data.numel()) for bucket in buffer.buckets]
+                for part, numel in parts:
+                    stack.callback(setattr, part, "numel_unpadded", part.numel_unpadded)
+                    part.numel_unpadded = numel
+        yield
 
 
 def prepare_for_load(optimizer: Any) -> None:

@@ -1,5 +1,6 @@
 """Building what a step needs: model, gradient buffers, optimizer, schedule."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_lt2.model.core_config import (
     transformer_config,
 )
 from megatron_lt2.parallel import platform
+from megatron_lt2.parallel.loop_pipeline import LoopPipeline, build_loop_pipeline
 from megatron_lt2.training.schedule import (
     build_optimizer,
     build_scheduler,
@@ -30,7 +32,11 @@ DDP_OWNED = {
 
 @dataclass
 class TrainingParts:
-    """The objects of a run that hold state."""
+    """The objects of a run that hold state.
+
+    model: LT2Model, on a pipeline the layers of this stage.
+    pipeline: how the schedule reaches it on a pipeline, else None.
+    """
 
     model: Any
     ddp: Any
@@ -38,8 +44,18 @@ class TrainingParts:
     scheduler: Any
     dtype: torch.dtype
     kernels: str
+    pipeline: LoopPipeline | None = None
     lr: float = 0.0
     """Learning rate of the step made last."""
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Make the parameters whole after a step; a collective call of the data-parallel ranks.
+
+        With overlap, megatron-core gathers what the ranks updated only when a layer is used again.
+        """
+        if self.ddp.ddp_config.overlap_param_gather:
+            self.ddp.start_param_sync(force_sync=True)
 
 
 def build_parts(config: RunConfig) -> TrainingParts:
@@ -50,18 +66,15 @@ def build_parts(config: RunConfig) -> TrainingParts:
             asked for cannot run here; says what to change or install.
     """
     from megatron.core import parallel_state
-    from megatron.core.distributed import (
-        DistributedDataParallel,
-        DistributedDataParallelConfig,
-        finalize_model_grads,
-    )
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_lt2.model.init import initialise
     from megatron_lt2.model.lt2_model import LT2Model
 
     on_gpu = platform.has_gpu()
+    parallel = config.parallel
     dtype = resolve_dtype(config, on_gpu)
-    if dtype == torch.bfloat16 and not config.parallel.distributed_optimizer:
+    if dtype == torch.bfloat16 and not parallel.distributed_optimizer:
         raise ConfigError(
             "parallel.distributed_optimizer false cannot save the fp32 parameters of a bf16 model; "
             "set it to true, which also works on one rank"
@@ -82,6 +95,9 @@ def build_parts(config: RunConfig) -> TrainingParts:
             padded_vocab_size=padded_vocab_size(config),
             max_sequence_length=config.data.sequence_length,
             kernels=kernels,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            stage_layers=parallel.stage_layers(config.model.num_layers),
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
@@ -90,27 +106,35 @@ def build_parts(config: RunConfig) -> TrainingParts:
     initialise(model, config.model, config.training.seed)
 
     replicas = parallel_state.get_data_parallel_world_size()
-    overlap = config.parallel.overlap_grad_reduce
+    overlap = parallel.overlap_grad_reduce
     overlap = on_gpu and replicas > 1 if overlap is None else overlap
-    gather = config.parallel.overlap_param_gather
+    gather = parallel.overlap_param_gather
     gather = overlap if gather is None else gather
-    gather = gather and config.parallel.distributed_optimizer
+    gather = gather and parallel.distributed_optimizer
     ddp_values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": config.parallel.distributed_optimizer,
+        "use_distributed_optimizer": parallel.distributed_optimizer,
         "overlap_grad_reduce": overlap,
         "overlap_param_gather": gather,
     }
     ddp_values.update(ddp_fields)
     ddp = DistributedDataParallel(core, DistributedDataParallelConfig(**ddp_values), model)
     optimizer = build_optimizer(config, ddp, dtype, gather)
-    core.finalize_model_grads_func = finalize_model_grads
-    core.grad_scale_func = optimizer.scale_loss
-    core.no_sync_func = ddp.no_sync if overlap else None
-    if overlap:
-        core.grad_sync_func = ddp.start_grad_sync
+    pipeline, schedule = None, core
+    if parallel.pipeline > 1:
+        pipeline = build_loop_pipeline(model, core, config.model.loops, model.decoder.carries)
+        schedule = pipeline.config
+    schedule.finalize_model_grads_func = _finalizing(ddp)
+    schedule.grad_scale_func = optimizer.scale_loss
+    schedule.no_sync_func = ddp.no_sync if overlap else None
+    # On a pipeline, DDP's own hooks start both, when a weight is ready or needed: the schedule
+    # would start them once a loop.
+    if overlap and pipeline is None:
+        schedule.grad_sync_func = ddp.start_grad_sync
+    if gather and pipeline is None:
+        schedule.param_sync_func = ddp.start_param_sync
     if gather:
-        core.param_sync_func = ddp.start_param_sync
+        _wait_before_mixers(ddp, model)
     ddp.broadcast_params()
     return TrainingParts(
         model=model,
@@ -119,4 +143,32 @@ def build_parts(config: RunConfig) -> TrainingParts:
         scheduler=build_scheduler(config, optimizer),
         dtype=dtype,
         kernels=kernels,
+        pipeline=pipeline,
     )
+
+
+def _wait_before_mixers(ddp: Any, model: Any) -> None:
+    """Have every parameter of a mixer gathered before the mixer runs.
+
+    DDP waits for a module's parameters when the module is called, but mixers read weights of
+    modules that they do not call (fused projections, convolutions): those could be of the last
+    step.
+    """
+    wait = ddp._make_forward_pre_hook()
+
+    def before(mixer: torch.nn.Module, *unused: Any) -> None:
+        for module in mixer.modules():
+            wait(module)
+
+    for layer in model.decoder.layers:
+        layer.self_attention.register_forward_pre_hook(before)
+
+
+def _finalizing(ddp: Any) -> Callable[..., None]:
+    """megatron-core's last work on the gradients, on `ddp` whatever chunks the schedule has."""
+    from megatron.core.distributed import finalize_model_grads
+
+    def finalize(chunks: list[Any], *args: Any, **options: Any) -> None:
+        finalize_model_grads([ddp], *args, **options)
+
+    return finalize

@@ -19,7 +19,8 @@ from megatron_lt2.training.setup import TrainingParts
 
 @dataclass
 class StepResult:
-    """What one optimizer step did. loss_sum and tokens are this rank's share."""
+    """What one optimizer step did. loss_sum and tokens are this rank's share, 0 but on the last
+    pipeline stage."""
 
     loss_sum: Tensor
     tokens: Tensor
@@ -28,7 +29,10 @@ class StepResult:
 
 
 class DataFeed:
-    """Micro-batches on the device, with the time that the trainer waited for them."""
+    """This rank's part of micro-batches, on the device, with the time that the trainer waited.
+
+    Context-parallel ranks read the same sequences, and each keeps its own stretch of them.
+    """
 
     def __init__(self, source: Iterator[dict[str, Tensor]], config: RunConfig, eod: int) -> None:
         self._source, self._config, self._eod = source, config, eod
@@ -45,17 +49,17 @@ class DataFeed:
         started = time.perf_counter()
         raw = next(self._source)
         self.waited_s += time.perf_counter() - started
-        device = platform.device()
-        tokens, labels, mask = (
-            raw[name].to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask")
-        )
-        return make_batch(
-            tokens.long(),
-            labels.long(),
-            mask.float(),
+        size = self._config.parallel.context
+        batch = make_batch(
+            raw["tokens"].long(),
+            raw["labels"].long(),
+            raw["loss_mask"].float(),
             eod=self._eod,
             isolate_documents=self._config.data.isolate_documents,
+            rank=parallel_state.get_context_parallel_rank() if size > 1 else 0,
+            size=size,
         )
+        return batch.to(platform.device())
 
 
 def forward_step(feed: DataFeed, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -95,23 +99,42 @@ def evaluate(config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int
 
 
 def mean_over_ranks(loss_sum: Tensor, tokens: Tensor) -> float:
-    """Sum of losses over sum of tokens, over the data-parallel ranks; a collective call."""
+    """Sum of losses over sum of tokens, on every rank; a collective call.
+
+    Tensor-parallel ranks have the same sums; of the pipeline stages all but the last have zeros.
+    """
     both = torch.stack([loss_sum.double(), tokens.double()])
     dist.all_reduce(both, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(both, group=parallel_state.get_pipeline_model_parallel_group())
     return float(both[0] / both[1])
 
 
 def _run_schedule(
     config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int, *, forward_only: bool
 ) -> tuple[Tensor, Tensor]:
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=feed,
-        model=[parts.ddp],
-        num_microbatches=count,
-        seq_length=config.data.sequence_length,
-        micro_batch_size=config.training.micro_batch_size,
-        forward_only=forward_only,
-    )
+    rows, length = config.training.micro_batch_size, config.data.sequence_length
+    if parts.pipeline is None:
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=feed,
+            model=[parts.ddp],
+            num_microbatches=count,
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+        )
+    else:
+        packed = config.data.isolate_documents
+        reports = parts.pipeline.run(
+            forward_step,
+            feed,
+            count=count,
+            rows=1 if packed else rows,
+            length=rows * length if packed else length,
+            forward_only=forward_only,
+        )
+    if not reports:
+        nothing = torch.zeros((), dtype=torch.double, device=platform.device())
+        return nothing, nothing
     stacked = torch.stack([report["loss"] for report in reports]).double().sum(0)
     return stacked[0], stacked[1]

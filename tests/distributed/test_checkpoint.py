@@ -30,6 +30,7 @@ def _train(rank, world, config, steps, save_at):
         if step == save_at:
             checkpoints.save(step, background=True)
     checkpoints.close()
+    parts.gather_parameters()
     return first, curve, global_tensors(parts, config, lambda p: p)
 
 
@@ -50,11 +51,14 @@ def _config(tmp_path, dtype, parallel):
         ("fp32", 2, ParallelConfig(tensor=2, sequence=True)),
         ("bf16", 2, ParallelConfig()),
         ("bf16", 2, ParallelConfig(tensor=2, sequence=True)),
+        ("bf16", 2, ParallelConfig(overlap_grad_reduce=True)),
     ],
-    ids=["dp2", "dp2 replicated", "tp2", "dp2 bf16", "tp2 bf16"],
+    ids=["dp2", "dp2 replicated", "tp2", "dp2 bf16", "tp2 bf16", "dp2 bf16 overlapped"],
 )
 def test_resume_is_bit_equal(tmp_path, dtype, world, parallel):
     config = _config(tmp_path, dtype, parallel)
+    if parallel.overlap_grad_reduce:
+        config.megatron.ddp = {"bucket_size": 3001}  # several buckets, with padding between
     whole = run_ranks(world, _train, config, 6, 3)
     resumed = run_ranks(world, _train, config, 6, None)
     for (first, curve, weights), (again, rest, weights_again) in zip(whole, resumed, strict=True):

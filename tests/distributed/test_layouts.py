@@ -43,6 +43,7 @@ def _weights_after_steps(rank, world, config, steps):
     norms = []
     for _ in range(steps):
         norms.append(train_step(config, parts, feed, micro_batch_count(config)).grad_norm)
+    parts.gather_parameters()
     return norms, global_tensors(parts, config, lambda p: p)
 
 
@@ -93,8 +94,9 @@ def test_untied_unpacked_and_larger_micro_batch_equal_too():
     [
         (2, ParallelConfig(distributed_optimizer=True)),
         (4, ParallelConfig(tensor=2, sequence=True, distributed_optimizer=True)),
+        (2, ParallelConfig(overlap_grad_reduce=True)),
     ],
-    ids=["dp2", "tp2 x dp2"],
+    ids=["dp2", "tp2 x dp2", "dp2 overlapped"],
 )
 def test_distributed_optimizer_equals_single_rank(world, parallel):
     steps = 3
@@ -102,7 +104,11 @@ def test_distributed_optimizer_equals_single_rank(world, parallel):
     # With Adam's usual epsilon the first steps are signs of gradients, which rounding can flip.
     config.optimizer.eps = 0.1
     norms, expected = run_ranks(1, _weights_after_steps, config, steps)[0]
-    results = run_ranks(world, _weights_after_steps, replace(config, parallel=parallel), steps)
+    config = replace(config, parallel=parallel)
+    if parallel.overlap_grad_reduce:
+        # Several buckets, so that a layer may run while the weights of another are gathered.
+        config.megatron.ddp = {"bucket_size": 3001}
+    results = run_ranks(world, _weights_after_steps, config, steps)
     for got_norms, weights in results:
         # Another micro-batch size on one rank moves the norms by 2e-5: rounding, through three
         # steps of it.

@@ -50,7 +50,14 @@ RULES = {
     "megatron_lt2/mixers": Rule(
         (
             "megatron_lt2.config.schema",
-            "megatron_lt2.parallel.sectioned_linear",
+            # Functions that take a process group; a layer gets its own from megatron-core.
+            *(
+                f"megatron_lt2.parallel.{name}"
+                for name in (
+                    *("attention_exchange", "collectives", "halo"),
+                    *("sectioned_linear", "sequence", "state_exchange"),
+                )
+            ),
             *(f"megatron_lt2.{name}" for name in ("kernels", "ops", "recurrent")),
         ),
         ("torch", "megatron.core"),
@@ -62,9 +69,16 @@ RULES = {
         ),
         ("torch", "megatron.core"),
     ),
-    "megatron_lt2/data": Rule((CONFIG, ATOMIC), (*NUMERIC, "megatron.core", "tokenizers")),
+    "megatron_lt2/data": Rule(
+        (CONFIG, ATOMIC, "megatron_lt2.parallel.sequence"),
+        (*NUMERIC, "megatron.core", "tokenizers"),
+    ),
     "megatron_lt2/parallel": Rule(
-        ("megatron_lt2.config.errors", "megatron_lt2.config.schema"), ("torch", "megatron.core")
+        (
+            *("megatron_lt2.config.errors", "megatron_lt2.config.schema"),
+            "megatron_lt2.recurrent.state_maps",
+        ),
+        ("torch", "megatron.core"),
     ),
     "megatron_lt2/training": Rule(
         (

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_lt2.config.checks import check_config, data_parallel_size
 from megatron_lt2.config.errors import ConfigError
-from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.config.schema import ParallelConfig, RunConfig
 from megatron_lt2.mixers.registry import RECURRENT, recurrent_mixer
 from megatron_lt2.parallel import platform
 from megatron_lt2.recurrent.base import RecurrentMixer
@@ -101,8 +101,61 @@ REFUSALS = {
     ),
     "exit gate": ({"model.exit_gate": True}, 1, ["model.exit_gate true", "set it to false"]),
     "exit loss": ({"model.loss": "exits"}, 1, ["model.loss 'exits'", "set it to 'final'"]),
-    "pipeline": ({"parallel.pipeline": 2}, 2, ["parallel.pipeline 2", "set it to 1"]),
-    "context": ({"parallel.context": 2}, 2, ["parallel.context 2", "set it to 1"]),
+    "more stages than layers": (
+        {"parallel.pipeline": 4},
+        4,
+        ["parallel.pipeline 4", "model.num_layers 3", "use fewer stages"],
+    ),
+    "layers of another number of stages": (
+        {"parallel.pipeline": 2, "parallel.pipeline_layers": [1, 1, 1]},
+        2,
+        ["parallel.pipeline_layers [1, 1, 1]", "parallel.pipeline is 2", "make the two agree"],
+    ),
+    "layers of the stages are too few": (
+        {"parallel.pipeline": 2, "parallel.pipeline_layers": [1, 1]},
+        2,
+        ["parallel.pipeline_layers [1, 1]", "model.num_layers 3", "3 in all"],
+    ),
+    "a stage without layers": (
+        {"parallel.pipeline": 2, "parallel.pipeline_layers": [3, 0]},
+        2,
+        ["parallel.pipeline_layers [3, 0]", "at least one layer"],
+    ),
+    "too few micro-batches for the stages": (
+        {"parallel.pipeline": 2, "training.global_batch_size": 2},
+        4,
+        ["training.global_batch_size 2", "1 micro-batches a rank", "a multiple of 4"],
+    ),
+    "micro-batches that do not fill the stages": (
+        {"parallel.pipeline": 3, "training.global_batch_size": 4},
+        3,
+        ["training.global_batch_size 4", "in groups of 3", "a multiple of 3"],
+    ),
+    "micro-batch group below the stages": (
+        {"parallel.pipeline": 2, TRANSFORMER: {"microbatch_group_size_per_vp_stage": 1}},
+        2,
+        ["microbatch_group_size_per_vp_stage 1", "parallel.pipeline 2", "at least that"],
+    ),
+    "uneven context": (
+        {"parallel.context": 2, "data.sequence_length": 25},
+        2,
+        ["data.sequence_length 25", "parallel.context 2", "a multiple of 2"],
+    ),
+    "context with sequence parallelism": (
+        {
+            "parallel.context": 2,
+            "parallel.tensor": 2,
+            "parallel.sequence": True,
+            "data.sequence_length": 26,
+        },
+        4,
+        ["data.sequence_length 26", "parallel.context 2", "a multiple of 4"],
+    ),
+    "context of too few tokens": (
+        {"parallel.context": 4, "data.sequence_length": 8},
+        4,
+        ["parallel.context 4", "2 tokens a rank", "model.gdn.conv_size 4", "use fewer ranks"],
+    ),
     "fp8": (
         {TRANSFORMER: {"fp8": "hybrid"}},
         1,
@@ -147,7 +200,7 @@ REFUSALS = {
     "wide keys": (
         {"model.gdn.head_k_dim": 258},
         1,
-        ["258 key channels", "use more model.gdn.num_heads"],
+        ["258 key channels", "set model.gdn.head_k_dim or use more heads"],
     ),
     "ranks": (
         {"parallel.tensor": 2},
@@ -360,6 +413,17 @@ def test_refusal_names_setting_value_and_fix(name):
         ({"model.pattern": "mamba2", "model.mamba2.groups": 4, "parallel.tensor": 4}, 4),
         ({"model.pattern": "hgrn2", "model.hgrn2.lower_bound": 0.9}, 1),
         ({"parallel.tensor": 2, "parallel.sequence": True}, 4),
+        ({"parallel.pipeline": 2}, 4),
+        ({"parallel.pipeline": 2, "parallel.pipeline_layers": [1, 2]}, 2),
+        ({"parallel.pipeline": 3, "model.loops": 1}, 3),
+        (
+            {
+                "parallel.pipeline": 2,
+                "training.global_batch_size": 5,
+                TRANSFORMER: {"microbatch_group_size_per_vp_stage": 3},
+            },
+            2,
+        ),
         ({"parallel.tensor": 2, "model.pattern": "full", "model.gdn.num_heads": 3}, 2),
         ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": 4, "optimizer.decay_steps": 6}, 1),
         ({"data.split": "98,0,2", "training.eval_batches": 0}, 1),
@@ -373,6 +437,12 @@ def test_what_looks_similar_but_works_passes(changes, ranks):
 
 def test_data_is_only_needed_for_training():
     check_config(_with({"data.path": []}), 1, need_data=False)
+
+
+def test_stages_share_the_layers_evenly_or_as_told():
+    assert ParallelConfig(pipeline=4).stage_layers(10) == [3, 3, 2, 2]
+    assert ParallelConfig(pipeline=2).stage_layers(4) == [2, 2]
+    assert ParallelConfig(pipeline=2, pipeline_layers=[1, 3]).stage_layers(4) == [1, 3]
 
 
 def test_data_parallel_size_is_what_tensor_parallelism_leaves():

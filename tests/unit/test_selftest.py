@@ -29,7 +29,7 @@ def config_file(tmp_path: Path) -> str:
 def _break_gdn(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Make gdn's kernel wrong for fp32, which is the fast run here; the plain one is fp64."""
 
-    def kernel(q, k, v, a, b, A_log, dt_bias, **given):  # type: ignore[no-untyped-def]
+    def kernel(q, k, v, a, b, **given):  # type: ignore[no-untyped-def]
         if q.dtype == torch.float32:
             if fault == "gradient":
                 a = a.detach() + 1.1 * (a - a.detach())
@@ -41,7 +41,7 @@ def _break_gdn(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
                 b = b.detach()
             elif fault == "crash":
                 raise RuntimeError("out of shared memory")
-        out, state = RIGHT(q, k, v, a, b, A_log, dt_bias, **given)
+        out, state = RIGHT(q, k, v, a, b, **given)
         if q.dtype == torch.float32 and fault == "output":
             out = 1.01 * out
         elif q.dtype == torch.float32 and fault == "nan":

@@ -75,6 +75,25 @@ def test_equals_dense_attention_on_a_batch(length, window):
     _assert_equal(ours, _with_gradients(lambda q, k, v: _dense(q, k, v, window, scale=0.7), inputs))
 
 
+@pytest.mark.parametrize("earlier", [1, 5, 63, 64, 65, 300])
+@pytest.mark.parametrize("window", [1, 2, 7, 66, 1000])
+@pytest.mark.parametrize("lengths", [None, [1, 9], [70, 60], [3, 127, 200]], ids=str)
+def test_keys_before_the_first_query_equal_a_longer_row(earlier, window, lengths):
+    length = sum(lengths) if lengths else 75
+    cu_seqlens = None if lengths is None else torch.tensor([0, *lengths]).cumsum(0)
+    inputs = _inputs(length + earlier, batch=2 if lengths is None else 1)
+
+    def ours(q, k, v):
+        own = q[:, earlier:]
+        return window_attention(own, k, v, window, cu_seqlens=cu_seqlens, earlier=earlier)
+
+    def longer(q, k, v):
+        documents = None if lengths is None else [earlier + lengths[0], *lengths[1:]]
+        return _dense(q, k, v, window, documents)[:, earlier:]
+
+    _assert_equal(_with_gradients(ours, inputs), _with_gradients(longer, inputs))
+
+
 def test_fp32_agrees_with_fp64():
     lengths = DOCUMENTS["length one"]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
@@ -129,6 +148,12 @@ def test_refuses(shapes, window, message):
         window_attention(*(torch.zeros(shape) for shape in shapes), window)
 
 
+def test_refuses_another_number_of_earlier_keys():
+    q, k, v = _inputs(5)
+    with pytest.raises(ValueError, match="do not fit together"):
+        window_attention(q[:, 2:], k, v, 2, earlier=3)
+
+
 def test_refuses_borders_of_another_row():
     q, k, v = _inputs(5)
     with pytest.raises(ValueError, match="row length 5"):
@@ -148,20 +173,50 @@ def test_kernel_choice_on_a_cpu_is_the_plain_form():
 @pytest.mark.parametrize("window, left", [(None, -1), (1, 0), (16, 15)])
 def test_flash_attention_counts_the_tokens_before_the_query(monkeypatch, window, left):
     """torch's left window excludes the query itself, ours includes it; key heads are repeated."""
+    given = _watched_flash(monkeypatch)
+    q, k, v = (x[0] for x in _inputs(8))
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    kernel.varlen_attention(q, k, v, bounds, 5, scale=0.5, window=window)
+    kernel._flash_parameters.cache_clear()
+    assert given == {
+        "heads": 4,
+        "queries": ([0, 3, 8], 5),
+        "keys": ([0, 3, 8], 5),
+        "scale": 0.5,
+        "window": (left, 0),
+    }
+
+
+def _watched_flash(monkeypatch):
+    """Stands in for torch's variable-length attention and keeps what it is given."""
     given = {}
 
     def varlen_attn(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
     ):
-        given.update(heads=key.shape[1], longest=max_q, scale=scale, window=window_size)
+        assert len(query) == cu_seq_q[-1] and len(key) == len(value) == cu_seq_k[-1]
+        given.update(heads=key.shape[1], scale=scale, window=window_size)
+        given.update(queries=(cu_seq_q.tolist(), max_q), keys=(cu_seq_k.tolist(), max_k))
         return query
 
     import torch.nn.attention.varlen as varlen
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     kernel._flash_parameters.cache_clear()
-    q, k, v = (x[0] for x in _inputs(8))
+    return given
+
+
+def test_flash_attention_gets_the_borders_of_more_keys_than_queries(monkeypatch):
+    """The keys before the first query belong to the first document, in every row of a batch."""
+    given = _watched_flash(monkeypatch)
+    q, k, v = _inputs(12, batch=3)
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
-    kernel.varlen_attention(q, k, v, bounds, 5, scale=0.5, window=window)
+    kernel.varlen_attention(q[0, 4:], k[0], v[0], bounds, 5, earlier=4)
+    assert given["queries"] == ([0, 3, 8], 5)
+    assert given["keys"] == ([0, 7, 12], 9)
+    assert given["window"] == (-1, 0)
+    kernel.varlen_rows(q[:, 4:], k, v, window=6)
     kernel._flash_parameters.cache_clear()
-    assert given == {"heads": 4, "longest": 5, "scale": 0.5, "window": (left, 0)}
+    assert given["queries"] == ([0, 8, 16, 24], 8)
+    assert given["keys"] == ([0, 12, 24, 36], 12)
+    assert given["window"] == (5, 0)

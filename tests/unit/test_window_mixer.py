@@ -77,12 +77,6 @@ def test_refuses_a_window_that_is_none(size):
     assert refusal.startswith(f"model.window.size is {size}; a token sees at least itself")
 
 
-def test_refuses_context_parallelism():
-    config = _config(parallel=ParallelConfig(context=2, distributed_optimizer=False))
-    for refusal in run_ranks(2, _refusal, config):
-        assert refusal.startswith("context_parallel_size 2 is not supported by attention layers")
-
-
 @pytest.mark.parametrize("length, size", [(1, 1), (1, 9), (9, 1), (30, 7), (7, 30), (7, 7)])
 def test_mean_keys_counts_the_pairs(length, size):
     place = torch.arange(length)

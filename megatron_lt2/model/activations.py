@@ -1,0 +1,343 @@
+"""What one layer keeps for its backward pass, in bytes a token, counted from the code.
+
+A layer keeps its norms' inputs, every matrix product's input, the convolution's input, what the
+kernel of the recurrence or attention saves, the gate, the input of the norm behind it, and input
+and output of the SwiGLU. Kernels that make a value again in their backward pass (RMS norm,
+convolution, SwiGLU, FLA's states between chunks) keep nothing of it. The counts are those of the
+GPU path: FLA's kernels, fused RMS norm, compiled output gate.
+
+A tensor is kept in one of three ways, and the difference is what makes the counts exact:
+
+- it is new, as the normalised q and k of a delta rule;
+- a kernel wants it contiguous and copies its slice of a shared matrix product;
+- plain torch keeps a view, and with it the whole product that it is a slice of.
+
+From MANY_TOKENS tokens on each wide section has a product of its own (mixers/linear.py), where a
+copy and a view are the section itself.
+
+`tests/slow/test_kept.py` compares these counts with what real layers keep.
+"""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megatron_lt2.config.schema import ModelConfig, RunConfig
+from megatron_lt2.mixers.registry import RECURRENT, recurrent_mixer
+from megatron_lt2.recurrent.base import Layout, RecurrentMixer
+
+MANY_TOKENS = 16384
+"""As in mixers/linear.py."""
+
+FLOAT = 4
+"""Bytes of fp32."""
+
+CHUNK = 64
+"""Tokens a chunk of FLA's kernels: a token's row of the matrix inside its chunk is so long."""
+
+FLA_FEATURE_MAPS = ("elu1", "silu", "identity")
+"""Feature maps of `linear` that keep nothing in fp32."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a micro-batch.
+
+    tokens: of all rows, on this rank.
+    rows: sequences that a recurrence has a state of (1 for a packed row).
+    tensor, sequence, context: the parallel sizes, as in the config.
+    size: bytes of an activation.
+    packed: documents are packed in one row.
+    """
+
+    tokens: float
+    rows: int = 1
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+    size: int = 2
+    packed: bool = True
+
+    @classmethod
+    def of(cls, config: RunConfig, size: int) -> "Share":
+        """The share of a rank of this run."""
+        parallel, rows = config.parallel, config.training.micro_batch_size
+        packed = config.data.isolate_documents
+        return cls(
+            tokens=rows * config.data.sequence_length / parallel.context,
+            rows=1 if packed else rows,
+            tensor=parallel.tensor,
+            sequence=parallel.sequence,
+            context=parallel.context,
+            size=size,
+            packed=packed,
+        )
+
+    @property
+    def spread(self) -> int:
+        """Ranks over which sequence parallelism spreads the tokens between layers."""
+        return self.tensor if self.sequence else 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a recurrence keeps of a token.
+
+    new: bytes of tensors of its own.
+    copies: sections of which it keeps a contiguous copy.
+    views: sections of which it keeps a slice of their matrix product.
+    """
+
+    new: float
+    copies: Set[str] = frozenset()
+    views: Set[str] = frozenset()
+
+
+def linear_mixer(name: str, model: ModelConfig) -> RecurrentMixer:
+    """The linear mixer `name` of a model; made once, for a search asks for it very often."""
+    settings = getattr(model, name)
+    kind: Any = type(settings)
+    values = tuple(vars(settings).items())
+    return _linear_mixer(name, kind, values, model.hidden_size, model.num_heads)
+
+
+@cache
+def _linear_mixer(
+    name: str, settings: Any, values: tuple[tuple[str, Any], ...], width: int, heads: int
+) -> RecurrentMixer:
+    return recurrent_mixer(name)(settings(**dict(values)).resolve(width, heads))
+
+
+def residual_bytes(model: ModelConfig, share: Share) -> float:
+    """A token of the residual stream."""
+    return model.hidden_size * share.size / share.spread
+
+
+def layer_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    """Kept for the backward pass by one pass of a whole layer with mixer `name`, a token."""
+    # Input and output of both norms, and 1 / root mean square.
+    norms = 4 * residual_bytes(model, share) + 2 * FLOAT / share.spread
+    # Both halves of the SwiGLU's input, and its output.
+    ffn = 3 * model.ffn_width * share.size / share.tensor
+    return norms + mixer_bytes(name, model, share) + ffn
+
+
+def mixer_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    """Kept by the mixer alone; its input is counted in `layer_bytes`."""
+    if name in RECURRENT:
+        return _linear_bytes(name, model, share)
+    return _attention_bytes(name, model, share)
+
+
+def exchanges_heads(model: ModelConfig, tensor: int, context: int) -> bool:
+    """Whether the ranks divide attention's heads, so that full attention's all-to-all serves."""
+    ways = tensor * context
+    return model.num_heads % ways == 0 and model.kv_heads % ways == 0
+
+
+def _attention_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    size = share.size
+    channels = model.attention_head_dim
+    q = model.num_heads / share.tensor * channels * size
+    kv = model.kv_heads / share.tensor * channels * size
+    gated = model.attention.output_gate
+    fused = q * (2 if gated else 1) + 2 * kv
+    # Rotated q and k, output, log-sum-exp a head; cos and sin for each of q and k.
+    kernel = q + kv + q + model.num_heads / share.tensor * FLOAT
+    tables = 4 * channels * size
+    exchanged = earlier = 0.0
+    if share.context > 1 and name == "full" and exchanges_heads(model, share.tensor, share.context):
+        exchanged = kv + q  # a copy of the values, and the output by heads
+    elif share.context > 1:  # keys and values of earlier ranks, as the last rank has them
+        earlier = share.context - 1.0
+        if name == "window":
+            earlier = min(earlier, (model.window.size - 1) / share.tokens)
+        exchanged = kv + 2 * kv * earlier
+    if share.packed and model.kv_heads < model.num_heads:
+        # Keys and values are repeated for the kernel; the fused product is kept for the gate only.
+        kernel += 2 * q * (1 + earlier) - kv
+        exchanged = 0 if earlier else exchanged
+        fused = fused if gated else 0
+    return fused + kernel + tables + exchanged + (q if gated else 0)
+
+
+def _linear_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    mixer = linear_mixer(name, model)
+    settings, layout = mixer.settings, mixer.layout
+    size, ranks = share.size, share.tensor
+    kept = _RECURRENCES.get(name, _unknown)(layout, settings, share)
+    copies, views = set(kept.copies), set(kept.views)
+    total = kept.new + sum(map(layout.rows, layout.conv_names)) / ranks * size
+    if ranks == 1:
+        views |= set(layout.low_rank_names)
+    else:
+        total += sum(map(layout.rows, layout.low_rank_names)) * size
+    value = layout.heads * layout.head_v_dim / ranks
+    total += value * size  # input of the output projection
+    if layout.norm == "layer" and ranks > 1:
+        # mixers/linear.py computes this one in fp32, step by step.
+        total += (5 if layout.gate else 2) * value * FLOAT
+    else:
+        total += value * size + (1 if layout.norm == "layer" else layout.heads / ranks) * FLOAT
+        if layout.gate:
+            copies.add(layout.gate)
+    if share.context > 1:
+        total += _context_bytes(name, layout, share)
+    return total + _sections_bytes(layout, copies, views, share)
+
+
+def _sections_bytes(layout: Layout, copies: Set[str], views: Set[str], share: Share) -> float:
+    """Sections that are kept, of the shared matrix products or of their own."""
+
+    def width(name: str) -> float:
+        section = layout.sections[name]
+        rows = layout.rows(name) if name in views else layout.width(name)
+        whole = section.shared and name not in views
+        return rows if whole else rows / share.tensor
+
+    # A bottleneck's way up gives a tensor of its own.
+    made = {name for name in copies if layout.sections[name].rank is not None}
+    if share.tokens >= MANY_TOKENS:
+        kept = sum(map(width, (copies | views) - made))
+    else:
+        kinds = {layout.sections[name].conv for name in views}
+        pieces = [n for n, s in layout.sections.items() if s.conv in kinds]
+        kept = sum(layout.rows(n) / share.tensor for n in pieces) + sum(map(width, copies - made))
+    kept += sum(layout.width(n) / share.tensor for n in made)
+    return kept * share.size
+
+
+def _sizes(layout: Layout, share: Share) -> tuple[float, float, float]:
+    """Heads of a rank, and their key and value channels."""
+    heads = layout.heads / share.tensor
+    return heads, heads * layout.head_k_dim, heads * layout.head_v_dim
+
+
+def _gdn(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    size = share.size
+    # Normalised q and k with their norms; summed decay and beta in fp32; both raw gates; A.
+    gates = heads * (4 * FLOAT + 2 * size)
+    return Kept(2 * keys * size + gates + heads * CHUNK * size, copies={"v"})
+
+
+def _kda(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    size = share.size
+    # As above, but the raw decay has K channels and is summed again, and there are two matrices.
+    gates = heads * (3 * FLOAT + size)
+    return Kept(3 * keys * size + gates + 2 * heads * CHUNK * size, copies={"v"})
+
+
+def _deltanet(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    size = share.size
+    return Kept(2 * keys * size + heads * (3 * FLOAT + CHUNK * size), copies={"v"})
+
+
+def _mamba2(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    # C and dt B written out a head; dt before and after softplus; summed decay.
+    new = 2 * keys * share.size + 3 * heads * FLOAT
+    if settings.groups > 1:  # B too
+        new += keys * share.size
+    elif share.tensor > 1:  # B, gathered
+        new += layout.width("B") * share.size
+    else:
+        return Kept(new, copies={"x"}, views={"x", "B"})
+    return Kept(new, copies={"x"}, views={"x"})
+
+
+def _retnet(layout: Layout, settings: Any, share: Share) -> Kept:
+    _, keys, _ = _sizes(layout, share)
+    return Kept(2 * keys * share.size, copies={"v"})
+
+
+def _gla(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    # Gate before its activation and summed decay, both fp32; FLA keeps this A in fp32 too.
+    return Kept(2 * keys * FLOAT + heads * CHUNK * FLOAT, copies={"q", "k", "v"})
+
+
+def _linear(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, values = _sizes(layout, share)
+    new = 2 * keys * share.size
+    if settings.feature_map not in FLA_FEATURE_MAPS:
+        new += 2 * keys * FLOAT
+    if not settings.normalize:
+        return Kept(new, copies={"v"}, views={"q", "k"})
+    columns = values + heads * _more_columns(layout)
+    new += columns * (share.size + FLOAT) + heads * FLOAT
+    return Kept(new, views={"q", "k"})
+
+
+def _mlstm(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, values = _sizes(layout, share)
+    columns = values + heads * _more_columns(layout)
+    # Keys times their gain, values with more columns, the numerator in fp32, gates and stabilisers.
+    new = keys * share.size + columns * share.size + values * FLOAT + 9 * heads * FLOAT
+    return Kept(new, copies={"q"}, views={"k"})
+
+
+def _hgrn2(layout: Layout, settings: Any, share: Share) -> Kept:
+    heads, keys, _ = _sizes(layout, share)
+    # silu(q) and the key; gate and summed decay in fp32; A.
+    new = 2 * keys * share.size + 2 * keys * FLOAT + heads * CHUNK * FLOAT
+    if settings.lower_bound > 0:
+        new += keys * (share.size + FLOAT)
+    return Kept(new, copies={"v"}, views={"q"})
+
+
+def _unknown(layout: Layout, settings: Any, share: Share) -> Kept:
+    """A mixer without an entry: every section, and a decay a channel."""
+    heads, keys, _ = _sizes(layout, share)
+    plain = {n for n, s in layout.sections.items() if s.rank is None and not s.shared}
+    return Kept(2 * keys * (share.size + FLOAT) + heads * CHUNK * FLOAT, copies=plain)
+
+
+_RECURRENCES: dict[str, Callable[[Layout, Any, Share], Kept]] = {
+    "gdn": _gdn,
+    "kda": _kda,
+    "deltanet": _deltanet,
+    "mamba2": _mamba2,
+    "retnet": _retnet,
+    "gla": _gla,
+    "linear": _linear,
+    "mlstm": _mlstm,
+    "hgrn2": _hgrn2,
+}
+
+
+def _more_columns(layout: Layout) -> int:
+    """Columns behind the values, as kernels/mlstm.py fills them up."""
+    return 8 - layout.head_v_dim % 8
+
+
+TRANSITIONS = {
+    **dict.fromkeys(("gdn", "kda", "deltanet"), "matrix"),
+    **dict.fromkeys(("gla", "hgrn2"), "channel"),
+    **dict.fromkeys(("mamba2", "retnet", "mlstm", "linear"), "head"),
+}
+"""What a recurrence multiplies its state by: a K x K matrix a head, or a number a channel or head.
+A mixer that is not named is taken to have a matrix."""
+
+
+def state_map_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    """fp32 bytes of one rank's state map of all its heads, a row (recurrent/state_maps.py)."""
+    mixer = linear_mixer(name, model)
+    layout = mixer.layout
+    heads, k = layout.heads / share.tensor, layout.head_k_dim
+    kind = TRANSITIONS.get(name, "matrix")
+    transition = {"matrix": k * k, "channel": k, "head": 1}[kind]
+    return (mixer.state_numbers() / share.tensor + heads * transition) * FLOAT
+
+
+def _context_bytes(name: str, layout: Layout, share: Share) -> float:
+    """More that a token keeps when earlier tokens lie on other ranks (recurrent/shards.py)."""
+    heads, keys, values = _sizes(layout, share)
+    kind = TRANSITIONS.get(name, "matrix")
+    if kind == "matrix":  # K more value columns, and the output that carries the queries
+        return (2 * keys + values) * share.size
+    # The query in fp32 and rounded, and the decay since the rank's first token.
+    return keys * (FLOAT + share.size) + (keys if kind == "channel" else heads) * FLOAT
