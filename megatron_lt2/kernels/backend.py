@@ -19,8 +19,8 @@ from torch import Tensor
 Backend = Literal["fla", "torch"]
 State = Tensor | tuple[Tensor, ...]
 
-FLA_MIN = Version("0.5.2")
-"""Older releases have wrong gradients (fla-org/flash-linear-attention #1115)."""
+FLA_MIN = Version("0.6.0")
+"""Older releases have wrong gradients (fla-org/flash-linear-attention #1115, #1140)."""
 
 HOPPER_BAD_TRITON = (Version("3.4.0"), Version("3.7.1"))
 """First bad and first good version: gated gradients are wrong on Hopper (FLA #640)."""

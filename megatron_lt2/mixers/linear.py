@@ -12,8 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
@@ -34,14 +32,15 @@ from torch import Tensor, nn
 
 from megatron_lt2.kernels.conv import causal_conv1d
 from megatron_lt2.kernels.norms import gated_rms_norm, rms_norm
+from megatron_lt2.mixers.linear_parts import OutputNorm, ShortConv, WayUp
 from megatron_lt2.mixers.linear_shards import mix_shard, positions_of, shard_of, span_of
 from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
+from megatron_lt2.mixers.section_keys import split_sections
 from megatron_lt2.ops.norms import activate_gate
 from megatron_lt2.parallel.halo import exchange_halo
 from megatron_lt2.parallel.sectioned_linear import sectioned_linear
 from megatron_lt2.parallel.sequence import SequenceShard
 from megatron_lt2.recurrent.base import Layout, RecurrentMixer, Scan, wide
-from megatron_lt2.recurrent.initial import constant, uniform
 
 NARROW = 256
 """A section of fewer rows shares its matrix product with narrow neighbours."""
@@ -53,50 +52,6 @@ to copy its slice; below, the time to launch kernels counts more, and products a
 
 Products = list[tuple[str, ...]]
 """Sections by name, those of one matrix product together."""
-
-
-class OutputNorm(nn.Module):
-    """Weight of the RMS norm on the recurrence's output: one head's channels, or all heads'."""
-
-    def __init__(self, layout: Layout, tp_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        whole = layout.norm == "layer"
-        channels = layout.norm_channels // (tp_size if whole else 1)
-        self.weight = new_parameter(channels, dtype=dtype)
-        shards = Shards((layout.norm_channels,)) if whole else None
-        declare(self.weight, init=constant(1.0), shards=shards)
-
-
-class ShortConv(nn.Module):
-    """Weights [channels, taps] and bias of a causal depthwise convolution, sharded by heads."""
-
-    def __init__(
-        self, rows: tuple[int, ...], taps: int, bias: bool, tp_size: int, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        # torch's Conv1d default: uniform within 1/sqrt(fan_in), here one channel of `taps` inputs.
-        init = uniform(-(taps**-0.5), taps**-0.5)
-        local = sum(rows) // tp_size
-        self.weight = new_parameter(local, taps, dtype=dtype)
-        declare(self.weight, init=init, shards=Shards(rows), per_channel=True)
-        self.bias = new_parameter(local, dtype=dtype) if bias else None
-        if self.bias is not None:
-            declare(self.bias, init=init, shards=Shards(rows), per_channel=True)
-
-
-class WayUp(nn.Module):
-    """Second half of a bottleneck [channels of this rank's heads, rank], with an optional bias."""
-
-    def __init__(self, rows: int, rank: int, bias: bool, tp_size: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = new_parameter(rows // tp_size, rank, dtype=dtype)
-        declare(self.weight, shards=Shards((rows,)))
-        self.bias = new_parameter(rows // tp_size, dtype=dtype) if bias else None
-        if self.bias is not None:
-            declare(self.bias, init=constant(0.0), shards=Shards((rows,)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
 
 
 class LinearMixer(MegatronModule):
@@ -368,7 +323,7 @@ class LinearMixer(MegatronModule):
             full = f"{prefix}{key}"
             if full in state:
                 local = [layout.rows(name) // self.tp_size for name in names]
-                state[full] = _split_sections(state[full], names, local)
+                state[full] = split_sections(state[full], names, local)
         return state
 
 
@@ -424,40 +379,4 @@ def _norm_one_rank(x: Tensor, gate: Tensor | None, weight: Tensor, mixer: Linear
         activation=layout.gate_activation,
         gate_first=layout.gate_first,
         backend=mixer.kernels,
-    )
-
-
-def _split_sections(
-    fused: ShardedTensor, names: tuple[str, ...], local_rows: list[int]
-) -> ShardedTensorFactory:
-    """Save `fused` as one tensor a section, key.NAME, and put them together again when loading."""
-    row_axis = fused.prepend_axis_num
-    tp_rank, tp_size = 0, 1
-    if fused.axis_fragmentations:
-        tp_size = fused.axis_fragmentations[row_axis]
-        tp_rank = fused.global_offset[row_axis] // fused.local_shape[0]
-    other_offsets = [
-        (axis, fused.global_offset[axis], fused.axis_fragmentations[axis])
-        for axis in range(row_axis)
-    ]
-
-    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> dict[str, Any]:
-        assert flattened_range is None, "sections cannot be cut out of a flattened shard"
-        return {
-            name: ShardedTensor.from_rank_offsets(
-                f"{key}.{name}",
-                part,
-                *other_offsets,
-                (row_axis, tp_rank, tp_size),
-                replica_id=replica_id,
-                prepend_axis_num=row_axis,
-            )
-            for name, part in zip(names, torch.split(data, local_rows), strict=True)
-        }
-
-    def merge(parts: dict[str, Tensor]) -> Tensor:
-        return torch.cat([parts[name] for name in names])
-
-    return ShardedTensorFactory(
-        fused.key, fused.data, build, merge, fused.replica_id, flattened_range=fused.flattened_range
     )

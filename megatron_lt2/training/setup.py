@@ -105,7 +105,7 @@ def build_parts(config: RunConfig) -> TrainingParts:
         model.cuda()
     initialise(model, config.model, config.training.seed)
 
-    replicas = parallel_state.get_data_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     overlap = parallel.overlap_grad_reduce
     overlap = on_gpu and replicas > 1 if overlap is None else overlap
     gather = parallel.overlap_param_gather

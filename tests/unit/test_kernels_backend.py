@@ -47,7 +47,7 @@ def test_cpu_takes_torch_without_looking_for_fla(install) -> None:
     ("fla", "triton", "message"),
     [
         (None, "3.8.0", "need flash-linear-attention: pip install"),
-        ("0.5.1", "3.8.0", "0.5.1 has wrong gradients, at least 0.5.2"),
+        ("0.5.1", "3.8.0", "0.5.1 has wrong gradients, at least 0.6.0"),
         ("0.6.0", None, "need Triton: pip install"),
         ("0.6.0", "3.4.0", "Hopper.*at least 3.7.1"),
         ("0.6.0", "3.6.0", "Hopper.*at least 3.7.1"),
@@ -65,9 +65,9 @@ def test_bad_stack_says_what_to_install(install, choice, fla, triton, message) -
 def test_triton_trap_is_hopper_only_and_ends_with_the_fix(install) -> None:
     install("0.6.0", "3.6.0", hopper=False)
     assert backend.resolve_backend("auto", "cuda") == "fla"
-    install("0.5.2", "3.7.1", hopper=True)
+    install("0.6.0", "3.7.1", hopper=True)
     assert backend.resolve_backend("auto", "cuda") == "fla"
-    install("0.5.2", "3.3.1", hopper=True)
+    install("0.6.0", "3.3.1", hopper=True)
     assert backend.resolve_backend("auto", "cuda") == "fla"
 
 

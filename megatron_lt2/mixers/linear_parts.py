@@ -1,0 +1,53 @@
+"""The parameters of a linear mixer's layer beside its two projections, cut by heads."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
+from megatron_lt2.recurrent.base import Layout
+from megatron_lt2.recurrent.initial import constant, uniform
+
+
+class OutputNorm(nn.Module):
+    """Weight of the RMS norm on the recurrence's output: one head's channels, or all heads'."""
+
+    def __init__(self, layout: Layout, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        whole = layout.norm == "layer"
+        channels = layout.norm_channels // (tp_size if whole else 1)
+        self.weight = new_parameter(channels, dtype=dtype)
+        shards = Shards((layout.norm_channels,)) if whole else None
+        declare(self.weight, init=constant(1.0), shards=shards)
+
+
+class ShortConv(nn.Module):
+    """Weights [channels, taps] and bias of a causal depthwise convolution, sharded by heads."""
+
+    def __init__(
+        self, rows: tuple[int, ...], taps: int, bias: bool, tp_size: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        # torch's Conv1d default: uniform within 1/sqrt(fan_in), here one channel of `taps` inputs.
+        init = uniform(-(taps**-0.5), taps**-0.5)
+        local = sum(rows) // tp_size
+        self.weight = new_parameter(local, taps, dtype=dtype)
+        declare(self.weight, init=init, shards=Shards(rows), per_channel=True)
+        self.bias = new_parameter(local, dtype=dtype) if bias else None
+        if self.bias is not None:
+            declare(self.bias, init=init, shards=Shards(rows), per_channel=True)
+
+
+class WayUp(nn.Module):
+    """Second half of a bottleneck [channels of this rank's heads, rank], with an optional bias."""
+
+    def __init__(self, rows: int, rank: int, bias: bool, tp_size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(rows // tp_size, rank, dtype=dtype)
+        declare(self.weight, shards=Shards((rows,)))
+        self.bias = new_parameter(rows // tp_size, dtype=dtype) if bias else None
+        if self.bias is not None:
+            declare(self.bias, init=constant(0.0), shards=Shards((rows,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
