@@ -5,6 +5,7 @@ Exit codes: 0 a layout fits; 1 none does (what would is said); 2 an argument or 
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -291,6 +292,13 @@ def _advice(
     if not layouts:
         if refused:
             raise ConfigError(f"no layout of {gpus} GPUs: {refused.most_common(1)[0][0]}")
+        ways = math.prod(getattr(base.parallel, name) for name in ("tensor", "pipeline", "context"))
+        if gpus % ways:
+            raise ConfigError(
+                f"no layout of {gpus} GPUs: the given parallel.tensor {base.parallel.tensor} x "
+                f"parallel.pipeline {base.parallel.pipeline} x parallel.context "
+                f"{base.parallel.context} does not divide them; choose divisors or leave them out"
+            )
         raise ConfigError(
             f"no layout of {gpus} GPUs: training.global_batch_size "
             f"{base.training.global_batch_size} cannot be spread over them; choose a multiple of "

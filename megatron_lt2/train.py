@@ -95,6 +95,8 @@ def _value(arguments: list[str], name: str) -> tuple[int | None, list[str]]:
     at = arguments.index(name)
     if at + 1 >= len(arguments) or not arguments[at + 1].isdigit():
         raise ConfigError(f"{name} needs a number of ranks, e.g. {name} 8")
+    if int(arguments[at + 1]) < 1:
+        raise ConfigError(f"{name} {arguments[at + 1]} is not a number of ranks; give 1 or more")
     return int(arguments[at + 1]), arguments[:at] + arguments[at + 2 :]
 
 
@@ -111,7 +113,7 @@ def _estimate(config: RunConfig, assumed: int | None) -> int:
     )
     from megatron_lt2.parallel.start import rank_info
 
-    world = assumed or rank_info().world_size
+    world = rank_info().world_size if assumed is None else assumed
     if config.model.vocab_size is None:
         _resolve_tokenizer(config)
     check_config(config, world, need_data=False)

@@ -277,6 +277,8 @@ def _check_interleaving(config: RunConfig, world_size: int) -> None:
     training, stages = config.training, config.parallel.pipeline
     name = "megatron.transformer.microbatch_group_size_per_vp_stage"
     group = config.megatron.transformer.get(name.rpartition(".")[2]) or stages
+    if not isinstance(group, int):
+        _refuse(f"{name} {group!r} is no whole number; give one of at least {stages}")
     if group < stages:
         _refuse(f"{name} {group} is below parallel.pipeline {stages}; make it at least that")
     replicas = data_parallel_size(config, world_size)

@@ -217,7 +217,7 @@ class LinearAttentionConfig(LinearSettings):
     """Map on q and k: elu(x)+1, relu, silu, softmax over a head's channels, or none."""
 
     normalize: bool = False
-    """Divide the output by sum_s q.k_s before the norm; needs a map whose values are positive."""
+    """Divide the output by sum_s q.k_s before the norm; needs a map without negative values."""
 
 
 @dataclass(kw_only=True)

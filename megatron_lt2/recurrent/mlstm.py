@@ -57,6 +57,12 @@ class MLSTM(RecurrentMixer):
         cap = self.settings.gate_cap
         return x if cap is None else cap * torch.tanh(x / cap)
 
+    def problem(self) -> str | None:
+        low, high = self.settings.forget_bias_min, self.settings.forget_bias_max
+        if low > high:
+            return f"forget_bias_min {low} is above forget_bias_max {high}; swap them"
+        return None
+
     def flops(self) -> float:
         """The value and the normaliser's column."""
         layout = self.layout

@@ -28,6 +28,7 @@ def test_reports_are_those_of_one_rank(whole, undisturbed):
     assert ours == pytest.approx(theirs, rel=0.02)
 
 
+@pytest.mark.slow
 def test_two_halves_are_a_whole(whole, config, tmp_path):
     run = tmp_path / "run"
     train(run, *config, *STAGES, "--training.stop_step", STEPS // 2, ranks=2).expect(75)

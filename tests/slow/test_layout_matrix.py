@@ -127,7 +127,7 @@ def test_layout_equals_one_rank(single_rank, layout):
     for rank in run_ranks(world, _results, settings, PATTERNS, timeout=600):
         for pattern, got in rank.items():
             loss, gradient, name = _worst(got, single_rank[pattern])
-            assert loss < 1e-12, pattern
+            assert loss < 1e-6, pattern  # the sum over tokens is fp32
             assert gradient < BOUND, f"{pattern}, {name}: relative error {gradient:.1e}"
 
 
@@ -139,7 +139,7 @@ def test_a_covering_part():
     for rank in run_ranks(world, _results, settings, patterns):
         for pattern, got in rank.items():
             loss, gradient, name = _worst(got, expected[pattern])
-            assert loss < 1e-12, pattern
+            assert loss < 1e-6, pattern  # the sum over tokens is fp32
             assert gradient < BOUND, f"{pattern}, {name}: relative error {gradient:.1e}"
 
 

@@ -305,6 +305,11 @@ PROBLEMS = {
         {"normalize": True, "feature_map": "silu"},
         ["model.linear.feature_map 'silu'", "normalize", "use elu1, relu, softmax or turn"],
     ),
+    "mlstm biases": (
+        "mlstm",
+        {"forget_bias_min": 9.0},
+        ["model.mlstm.forget_bias_min 9.0", "forget_bias_max 6.0", "swap them"],
+    ),
     "hgrn2 bound": ("hgrn2", {"lower_bound": 1.0}, ["model.hgrn2.lower_bound 1.0", "choose one"]),
     "hgrn2 negative bound": ("hgrn2", {"lower_bound": -0.1}, ["lower_bound -0.1", "from 0 to"]),
 }
