@@ -44,7 +44,7 @@ export_hf() {
     local newest origin
     newest="$(lt2_newest_checkpoint "$run")"
     # An export is current if it is of this checkpoint and of this model code.
-    origin="$newest $(cat "$run/checkpoints/$newest/manifest.json" "$LT2_ROOT"/megatron_lt2/{hf,ops}/*.py | cksum)"
+    origin="$newest $(cat "$run/checkpoints/$newest/manifest.json" "$LT2_ROOT"/megatron_lt2/{hf,kernels,ops,recurrent}/*.py | cksum)"
     if [[ -f "$run/hf/config.json" && "$(cat "$run/.hf_origin" 2>/dev/null)" == "$origin" ]]; then
         echo "up to date: $run/hf is of $newest"
         return
