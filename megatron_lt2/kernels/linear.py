@@ -24,6 +24,10 @@ from .simple_gla import simple_gla
 FLA_MAPS = {"elu1": "elu_p1", "silu": "swish"}
 """Feature maps that FLA has a kernel of."""
 
+MANY_NUMBERS = 1 << 25
+"""From here on (16,384 tokens of width 2,048) one fused kernel saves time; below, torch's
+operations do, which are launched sooner than a Triton kernel."""
+
 
 def feature_map(x: Tensor, name: str, *, backend: str) -> Tensor:
     """Map queries or keys [..., K] as `megatron_lt2.ops.linear.feature_map` does.
@@ -36,7 +40,7 @@ def feature_map(x: Tensor, name: str, *, backend: str) -> Tensor:
     Raises:
         ValueError: unknown name.
     """
-    if use_fla(backend) and name in FLA_MAPS:
+    if use_fla(backend) and name in FLA_MAPS and x.numel() >= MANY_NUMBERS:
         return fla_function("fla.modules.activations", FLA_MAPS[name])(x)
     return linear.feature_map(x, name)
 

@@ -11,11 +11,11 @@ dt scales the key, not the value: the key is smaller, and has to be written out 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.mamba2 import decays_and_keys, of_heads
 from ..kernels.simple_gla import simple_gla
-from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight, wide
+from .base import Layout, Recurrence, RecurrentMixer, Scan, Section, Weight
 from .initial import constant, inverse_softplus_of_steps, log_uniform
 
 
@@ -53,26 +53,37 @@ class Mamba2(RecurrentMixer):
         self, parts: dict[str, Tensor], weights: dict[str, Tensor], scan: Scan
     ) -> Recurrence:
         x = parts["x"]
-        B, C = (self._of_heads(parts[name], scan.heads) for name in ("B", "C"))
-        dt = F.softplus(wide(parts["dt"]).squeeze(-1) + weights["dt_bias"])
-        log_decay = -weights["A_log"].exp() * dt
-        key = scan.blank((dt.unsqueeze(-1) * B).to(x.dtype))
+        B, groups = self._of_groups(parts["B"], scan.heads)
+        C, _ = self._of_groups(parts["C"], scan.heads)
+        log_decay, key = decays_and_keys(
+            parts["dt"].squeeze(-1),
+            B,
+            weights["A_log"],
+            weights["dt_bias"],
+            groups,
+            backend=scan.backend,
+        )
+        query = of_heads(C, groups, x.shape[2])
         return Recurrence(
-            simple_gla, (C.to(x.dtype), key, x, scan.blank(log_decay)), {"scale": 1.0}
+            simple_gla, (query, scan.blank(key), x, scan.blank(log_decay)), {"scale": 1.0}
         )
 
     def finish(self, out: Tensor, parts: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
         x = parts["x"]
         return torch.addcmul(out, weights["D"].unsqueeze(-1).to(x.dtype), x)
 
-    def _of_heads(self, shared: Tensor, heads: slice) -> Tensor:
-        """[B, T, groups * N] -> [B, T, H, N], the group of each of these heads."""
+    def _of_groups(self, shared: Tensor, heads: slice) -> tuple[Tensor, int]:
+        """[B, T, groups * N] -> the channels that these heads use, and in how many equal groups."""
         groups = self.settings.groups
-        each = shared.unflatten(-1, (groups, -1))
         if groups == 1:
-            return each.expand(-1, -1, heads.stop - heads.start, -1)
+            return shared, 1
+        each = shared.unflatten(-1, (groups, -1))
         per_group = self.layout.heads // groups
-        return each.repeat_interleave(per_group, dim=2)[:, :, heads]
+        first, last = heads.start // per_group, (heads.stop - 1) // per_group
+        if first == last or (heads.start % per_group == 0 and heads.stop % per_group == 0):
+            return each[:, :, first : last + 1].flatten(2), last + 1 - first
+        own = each.repeat_interleave(per_group, dim=2)[:, :, heads]  # a group is cut by the ranks
+        return own.flatten(2), heads.stop - heads.start
 
     def problem(self) -> str | None:
         s = self.settings

@@ -9,6 +9,7 @@ Each name given with --break also runs the model with that fault and adds `NAME/
 import argparse
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 from megatron_lt2.parallel import platform
@@ -19,7 +20,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from megatron_lt2.config.schema import ModelConfig, RunConfig  # noqa: E402
-from megatron_lt2.mixers import gdn  # noqa: E402
+from megatron_lt2.recurrent.gdn import GatedDeltaNet  # noqa: E402
 from tests import tiny_run  # noqa: E402
 from tests.tiny_run import (  # noqa: E402
     build,
@@ -44,6 +45,7 @@ def parity_config() -> RunConfig:
         ffn_hidden_size=768,
         tie_embeddings=False,
     )
+    config.parallel.distributed_optimizer = True  # bf16 with fp32 parameters needs it
     config.data.sequence_length = 333
     config.training.global_batch_size = 2
     return config
@@ -58,19 +60,20 @@ def few_labels(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """Break every Gated DeltaNet layer in one way."""
-    right = gdn.gated_delta_rule
+    right = GatedDeltaNet.prepare
 
-    def zero_mixer(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
-        return right(q, k, v * 0, g, beta, **options)
+    def wrong(mixer, parts, weights, scan):  # type: ignore[no-untyped-def]
+        recurrence = right(mixer, parts, weights, scan)
+        q, k, v, decay, *rest = recurrence.tensors
+        if name == "zero_mixer":
+            v = v * 0
+        elif name == "swap_qk":
+            q, k = k, q
+        else:  # no_decay: softplus of a very negative number is zero
+            decay = decay * 0 - 1e4
+        return replace(recurrence, tensors=(q, k, v, decay, *rest))
 
-    def swap_qk(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
-        return right(k, q, v, g, beta, **options)
-
-    def no_decay(q, k, v, g, beta, **options):  # type: ignore[no-untyped-def]
-        return right(q, k, v, g * 0, beta, **options)
-
-    faults = {"zero_mixer": zero_mixer, "swap_qk": swap_qk, "no_decay": no_decay}
-    with mock.patch.object(gdn, "gated_delta_rule", faults[name]):
+    with mock.patch.object(GatedDeltaNet, "prepare", wrong):
         yield
 
 
@@ -92,6 +95,10 @@ def main() -> None:
     parser.add_argument("output")
     parser.add_argument("--break", nargs="*", default=[], dest="faults")
     arguments = parser.parse_args()
+    if platform.has_gpu():
+        from tests.gpu import untuned
+
+        untuned.install()
     config = parity_config()
     tiny_run.random_batch = few_labels
     parts = build(config, rounded=True)

@@ -88,6 +88,11 @@ def production_inputs(kernel: Kernel, batch: int, documents: int, length: int = 
         dtype=torch.bfloat16,
     )
     x["initial_state"] *= 0.1
+    if kernel.name == "mlstm":
+        # The read-out divides by max(|den|, 1), and den is a bf16 number: where it is close to 1,
+        # rounding decides whether den gets a gradient at all. Small input gates, as at the start
+        # of training, keep it below; the interpreter's tests cross the kink in fp32.
+        x["i"] -= 4
     return x
 
 

@@ -102,9 +102,9 @@ def test_only_the_gradients_that_are_needed(of_x, of_weight):
 
 
 def test_a_second_derivative_is_refused():
-    x, weight, _ = _numbers(1, (8,))
+    x, weight, _ = _numbers(1, (8, 4))
     x.requires_grad_()
-    (piece,) = sectioned_linear(x, weight, (8,), ALONE, False)
+    piece, _ = sectioned_linear(x, weight, (8, 4), ALONE, False)
     (dx,) = torch.autograd.grad(piece.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
