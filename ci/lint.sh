@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Style and syntax: ruff for Python, `bash -n` for the scripts.
+# Style and syntax: ruff for Python, shellcheck for the scripts.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . ci/setup_env.sh
 
 python -m ruff check .
-for script in ci/*.sh launchers/*.sh .ci/run; do
-    bash -n "$script"
-done
+shellcheck ci/*.sh ci/slurm_local/*.sh launchers/*.sh launchers/lib/*.sh .ci/run
 echo "lint: clean"

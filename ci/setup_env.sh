@@ -102,7 +102,7 @@ lt2_build_env() { # $1: folder
     fi
     lt2_env_say "installing packages (pip install -e '.[dev,hf]')"
     if ! "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
-        -e "$lt2_root[dev,hf]" > >(tee "$venv/.lt2-pip.log" | lt2_show_pip) 2>&1; then
+        -e "${lt2_root}[dev,hf]" > >(tee "$venv/.lt2-pip.log" | lt2_show_pip) 2>&1; then
         lt2_env_say "pip could not install the packages (see $venv/.lt2-pip.log); run this again to retry."
         return 1
     fi
@@ -134,7 +134,7 @@ lt2_setup_env() {
 import importlib.util as u, sys
 sys.exit(not all(map(u.find_spec, ("torch", "megatron.core", "jsonargparse"))))' 2>/dev/null; then
             lt2_env_say "LT2_VENV=$venv lacks torch, megatron-core or jsonargparse; install" \
-                "'$lt2_root[dev,hf]' into it or unset LT2_VENV."
+                "'${lt2_root}[dev,hf]' into it or unset LT2_VENV."
             return 1
         fi
     elif [[ -e "$venv" && ! -e "$venv/.lt2-built" && -n "$(ls -A "$venv" 2>/dev/null)" ]]; then

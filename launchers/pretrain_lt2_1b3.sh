@@ -2,7 +2,7 @@
 # Pretrain the paper's 1.3B hybrid (17 Gated DeltaNet + 4 full-attention layers, looped 4 times).
 #
 #   sbatch --gpus-per-node=8 launchers/pretrain_lt2_1b3.sh      on Slurm; flags of sbatch win over the lines below
-#   bash launchers/pretrain_lt2_1b3.sh                          on this machine's GPUs; without one, a small trial run
+#   bash launchers/pretrain_lt2_1b3.sh                          on this machine's GPUs, or inside `salloc` on its nodes
 #   LT2_DRY_RUN=1 bash launchers/pretrain_lt2_1b3.sh            prints config, memory and command; writes nothing
 #
 # Any setting can be given as an argument (--training.steps 1000) or as a variable:
@@ -11,8 +11,9 @@
 #   TP PP CP        parallel sizes      MBS GBS  batch sizes            EXTRA_ARGS    more arguments
 #   LT2_SMOKE=1/0   force/forbid the trial run                          LT2_ROOT      the checkout, if not found
 #   LT2_NPROC       ranks on this machine; default: its GPUs            LT2_<SECTION>__<FIELD>  any setting
+#   LT2_CHAIN=N     jobs that wait to go on     LT2_MAX_RETRIES=3       CONTAINER_IMAGE  run the ranks in pyxis
 #
-# A job that nears its time limit saves, is requeued and goes on. See docs/ and README.md.
+# A job that nears its time limit saves, is requeued and goes on: docs/slurm.md, docs/reliability.md.
 #SBATCH --job-name=lt2_1b3
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=8

