@@ -1,12 +1,11 @@
 """Reading a distributed checkpoint as plain tensors in one process, without GPU or model.
 
 A checkpoint folder (megatron-core's torch_dist format) holds global tensors by name however many
-ranks wrote them; torch's own reader puts one together from its shards at a time. Only tensors count
-here: random states and other pickled objects in the folder are not even listed.
+ranks wrote them, each as one or several pieces. A tensor is put together when it is asked for.
+Only tensors count here: random states and other pickled objects in the folder are not even listed.
 """
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,55 +15,96 @@ if TYPE_CHECKING:
 
 
 class PlainCheckpoint(Mapping[str, "Tensor"]):
-    """The tensors of an iteration folder, read from the disk when they are asked for.
+    """The tensors of one checkpoint folder by name; each is read when it is asked for.
 
     Raises:
-        ValueError: the folder is no distributed checkpoint, or its table of contents cannot be
-            read.
+        ValueError: the folder holds no readable checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        class Reader(FileSystemReader):
-            """Reads the table of contents once instead of once a tensor."""
-
-            contents: Any = None
-
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-                if self.contents is None:
-                    self.contents = super().read_metadata(*args, **kwargs)
-                return self.contents
-
         self.folder = folder
-        self._reader = Reader(folder)
         try:
-            entries = self._reader.read_metadata().state_dict_metadata
+            self.metadata: Any = FileSystemReader(folder).read_metadata()
         except OSError as error:
             raise ValueError(f"{folder}: no distributed checkpoint ({error.strerror})") from None
         except Exception as error:  # a damaged pickle raises nearly anything
             raise ValueError(f"{folder}/.metadata: cannot be read ({error})") from None
         self._entries = {
             name: entry
-            for name, entry in entries.items()
+            for name, entry in self.metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
     def __getitem__(self, name: str) -> "Tensor":
-        import torch
-        from torch.distributed.checkpoint import load
+        return self.read(name)
 
+    def read(self, name: str, layer: int | None = None) -> "Tensor":
+        """One tensor, or its part number `layer` along axis 0.
+
+        Raises:
+            ValueError: a file is missing or damaged, or pieces of the tensor are missing.
+        """
         entry = self._entries[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        size, begin = list(entry.size), 0
+        if layer is not None:
+            size[0], begin = 1, layer
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*load in a single process")
-                load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        except Exception as error:  # the reader wraps what happens to each file
-            reason = " ".join(str(error).split())
+            tensor = self._assemble(name, entry, size, begin)
+        except Exception as error:  # damaged files raise anything
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"{self.folder}: cannot read {name} ({reason[:300]})") from None
-        return tensor
+        return tensor if layer is None else tensor[0]
+
+    def _assemble(self, name: str, entry: Any, size: list[int], begin: int) -> "Tensor":
+        """Rows begin .. begin + size[0] of axis 0, from the pieces that have some of them."""
+        import torch
+
+        whole, filled = None, 0
+        for chunk in entry.chunks:
+            first = chunk.offsets[0] if size else 0
+            count = chunk.sizes[0] if size else 1
+            low, high = max(first, begin), min(first + count, begin + (size[0] if size else 1))
+            if low >= high:
+                continue
+            piece = self._piece(name, chunk)
+            if list(piece.shape) == size and low == begin:
+                return piece
+            if whole is None:
+                whole = torch.empty(size, dtype=entry.properties.dtype)
+            piece = piece[low - first : high - first]
+            filled += piece.numel()
+            place = [slice(low - begin, high - begin)]
+            place += [
+                slice(o, o + s) for o, s in zip(chunk.offsets[1:], chunk.sizes[1:], strict=True)
+            ]
+            whole[tuple(place)] = piece
+        if whole is None or filled != whole.numel():
+            raise ValueError("some of its pieces are missing")
+        return whole
+
+    def _piece(self, name: str, chunk: Any) -> "Tensor":
+        import torch
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+        from torch.distributed.checkpoint.utils import _create_file_view
+
+        info = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        with open(self.folder / info.relative_path, "rb") as stream:
+            view: Any = _create_file_view(stream, info.offset, info.length)
+            piece = torch.load(view, map_location="cpu", weights_only=True)
+        if tuple(piece.shape) != tuple(chunk.sizes):
+            raise ValueError(f"a piece has shape {tuple(piece.shape)}, not {tuple(chunk.sizes)}")
+        return piece
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(self._entries[name].size)
+
+    def dtype(self, name: str) -> str:
+        """torch's name of a tensor's dtype."""
+        return str(self._entries[name].properties.dtype).removeprefix("torch.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -1,4 +1,5 @@
-"""Mapping objects: how one tensor of a training checkpoint becomes tensors of a Hugging Face model.
+"""Mapping objects: how one tensor of a training checkpoint becomes tensors of a Hugging Face model,
+and how those become it again.
 
 A family is a list of them. They know names and shapes only, not file formats, and every one checks
 the shape of what it is given: a tensor cut at the wrong place still loads, trains and talks
@@ -12,8 +13,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-IGNORED_PREFIXES = ("optimizer.", "chained_", "rng_state", "common_state", "opt_param_scheduler")
+IGNORED_PREFIXES = (
+    *("optimizer.", "chained_", "rng/", "rng_state", "rerun_state_machine_state"),
+    *("common_state", "opt_param_scheduler"),
+)
 IGNORED_PARTS = ("_extra_state",)
+
+VOCAB_MULTIPLE = 16
+"""Vocabulary matrices get rows of zeros up to a multiple of this, as one training rank pads them;
+what reads them for more ranks pads further by itself."""
+
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class TensorMapping:
 
     source: str
     targets: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: Shape
 
     def convert(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         """The target tensors, in the order of `targets` (views of the source).
@@ -38,10 +48,25 @@ class TensorMapping:
         self.check_shape(tuple(tensor.shape))
         return self.split(tensor)
 
-    def check_shape(self, shape: tuple[int, ...]) -> None:
+    def places(self, whole: "Tensor") -> tuple["Tensor", ...]:
+        """The other way: views of a checkpoint tensor of `written_shape`, one a target, which
+        become the checkpoint tensor of these targets when they are filled. What is padding is set
+        to zero here.
+        """
+        return self.split(whole)
+
+    def check_shape(self, shape: Shape) -> None:
         """Refuse any other shape than the expected one."""
         if shape != self.shape:
             raise ValueError(f"{self.source} has shape {shape}, expected {self.shape}")
+
+    def target_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of the targets."""
+        return (self.shape,)
+
+    def written_shape(self) -> Shape:
+        """Shape of the checkpoint tensor that is written."""
+        return self.shape
 
     def split(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         """What `convert` does after the check."""
@@ -52,7 +77,7 @@ class TensorMapping:
 class CutRows(TensorMapping):
     """Vocabulary matrices: `shape[0]` real rows, then padding rows that are dropped."""
 
-    def check_shape(self, shape: tuple[int, ...]) -> None:
+    def check_shape(self, shape: Shape) -> None:
         """At least the real rows must be there."""
         if len(shape) != 2 or shape[0] < self.shape[0] or shape[1] != self.shape[1]:
             raise ValueError(
@@ -60,8 +85,15 @@ class CutRows(TensorMapping):
                 f"{self.shape[1]}"
             )
 
+    def written_shape(self) -> Shape:
+        return (-(-self.shape[0] // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, self.shape[1])
+
     def split(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         return (tensor[: self.shape[0]],)
+
+    def places(self, whole: "Tensor") -> tuple["Tensor", ...]:
+        whole[self.shape[0] :] = 0
+        return self.split(whole)
 
 
 @dataclass(frozen=True)
@@ -69,6 +101,9 @@ class SplitRows(TensorMapping):
     """Matrices stacked on dim 0; `rows` of each target."""
 
     rows: tuple[int, ...]
+
+    def target_shapes(self) -> tuple[Shape, ...]:
+        return tuple((rows, *self.shape[1:]) for rows in self.rows)
 
     def split(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         return tensor.split(list(self.rows), dim=0)
@@ -85,14 +120,25 @@ class SplitGroups(TensorMapping):
     groups: int
     rows_per_group: tuple[int, ...]
 
+    def target_shapes(self) -> tuple[Shape, ...]:
+        return tuple((self.groups * rows, *self.shape[1:]) for rows in self.rows_per_group)
+
     def split(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         grouped = tensor.unflatten(0, (self.groups, -1))
         return tuple(part.flatten(0, 1) for part in grouped.split(list(self.rows_per_group), dim=1))
+
+    def places(self, whole: "Tensor") -> tuple["Tensor", ...]:
+        # [groups, rows, width] each: flattened, they would be copies.
+        grouped = whole.unflatten(0, (self.groups, -1))
+        return grouped.split(list(self.rows_per_group), dim=1)
 
 
 @dataclass(frozen=True)
 class AddAxis(TensorMapping):
     """[channels, taps] becomes [channels, 1, taps], as torch's depthwise Conv1d holds it."""
+
+    def target_shapes(self) -> tuple[Shape, ...]:
+        return ((self.shape[0], 1, *self.shape[1:]),)
 
     def split(self, tensor: "Tensor") -> tuple["Tensor", ...]:
         return (tensor.unsqueeze(1),)
@@ -111,16 +157,49 @@ def check_names(names: Iterable[str], mappings: Sequence[TensorMapping]) -> None
     """
     present = {name for name in names if not is_ignored(name)}
     wanted = {mapping.source for mapping in mappings}
+    if problems := _differences(present, wanted):
+        raise ValueError(
+            f"the tensors of the checkpoint are not those of its run_config.yaml; {problems}"
+        )
+
+
+def check_targets(
+    shapes: Mapping[str, Shape], mappings: Sequence[TensorMapping], where: str
+) -> None:
+    """The tensors of a Hugging Face model must be exactly those of the table, with its shapes.
+
+    Args:
+        shapes: of the model's tensors, by name.
+        mappings: the family's table.
+        where: what the tensors belong to, for the message.
+
+    Raises:
+        ValueError: names all missing and all unknown tensors, or the first of another shape.
+    """
+    wanted = {name for mapping in mappings for name in mapping.targets}
+    if problems := _differences(set(shapes), wanted):
+        raise ValueError(f"{where}: the tensors are not those of its config.json; {problems}")
+    for mapping in mappings:
+        for name, shape in zip(mapping.targets, mapping.target_shapes(), strict=True):
+            try:
+                check_target(name, shapes[name], shape)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
+
+
+def check_target(name: str, shape: Shape, expected: Shape) -> None:
+    """Refuse any other shape than the expected one."""
+    if shape != expected:
+        raise ValueError(f"{name} has shape {shape}, expected {expected}")
+
+
+def _differences(present: set[str], wanted: set[str]) -> str:
     problems = []
     if missing := sorted(wanted - present):
         problems.append(f"missing: {', '.join(missing)}")
     if unknown := sorted(present - wanted):
         problems.append(f"unknown: {', '.join(unknown)}")
-    if problems:
-        raise ValueError(
-            "the tensors of the checkpoint are not those of its run_config.yaml; "
-            + "; ".join(problems)
-        )
+    return "; ".join(problems)
 
 
 def convert_all(

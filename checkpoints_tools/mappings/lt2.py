@@ -9,47 +9,26 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from checkpoints_tools.mappings.base import (
-    AddAxis,
-    CutRows,
-    SplitGroups,
-    SplitRows,
-    TensorMapping,
-    convert_all,
-)
+from checkpoints_tools.mappings.base import AddAxis, TensorMapping, convert_all
+from checkpoints_tools.mappings.family import Family
+from checkpoints_tools.mappings.parts import attention, embedding, head, renamed, swiglu
+from megatron_lt2.config.mixers import SPARSE
 from megatron_lt2.config.schema import ModelConfig, RunConfig
-from megatron_lt2.model.pattern import expand_pattern
+from megatron_lt2.model.pattern import expand_pattern, loop_windows
+from megatron_lt2.ops.sparse_layout import indexer_rows, output_width, sections
 from megatron_lt2.recurrent.names import RECURRENT, recurrent_mixer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ATTENTION = ("full", "window")
-MIXERS = (*ATTENTION, *RECURRENT)
+MIXERS = (*ATTENTION, *SPARSE, *RECURRENT)
 
-ONLY_VALUES = {"norm_mode": "pre", "inter_loop_norm": False, "exit_gate": False, "loss": "final"}
-"""Settings of `model` that the LT2 modeling file has one value of."""
-
-
-def _attention(model: ModelConfig, source: str, target: str) -> list[TensorMapping]:
-    d, heads, groups = model.hidden_size, model.num_heads, model.kv_heads
-    head_dim = model.attention_head_dim
-    queries = heads // groups * head_dim
-    gated = model.attention.output_gate
-    parts = {"q_proj": queries, **({"g_proj": queries} if gated else {})}
-    parts |= {"k_proj": head_dim, "v_proj": head_dim}
-    return [
-        SplitGroups(
-            f"{source}.linear_qkv.weight",
-            tuple(f"{target}.{name}.weight" for name in parts),
-            (groups * sum(parts.values()), d),
-            groups=groups,
-            rows_per_group=tuple(parts.values()),
-        ),
-        TensorMapping(
-            f"{source}.linear_proj.weight", (f"{target}.o_proj.weight",), (d, heads * head_dim)
-        ),
-    ]
+SANDWICH = {
+    "post_mixer_layernorm": "input_layernorm_2",
+    "post_mlp_layernorm": "post_attention_layernorm_2",
+}
+"""Norms behind mixer and SwiGLU, which add to those before them."""
 
 
 def _linear(model: ModelConfig, name: str, source: str, target: str) -> list[TensorMapping]:
@@ -80,6 +59,38 @@ def _linear(model: ModelConfig, name: str, source: str, target: str) -> list[Ten
     return table
 
 
+def _sparse(model: ModelConfig, name: str, source: str, target: str) -> list[TensorMapping]:
+    """Sparse attention: a tensor a projection on both sides."""
+    d, settings = model.hidden_size, model.mixer_settings(name)
+    table = [
+        renamed(f"{source}.in_proj.weight.{part}", f"{target}.{part}_proj.weight", rows, d)
+        for part, rows in sections(name, settings).items()
+    ]
+    if name == "dsa":
+        table += [
+            renamed(f"{source}.indexer.{part}", f"{target}.indexer.{part}_proj.weight", rows, d)
+            for part, rows in indexer_rows(settings).items()
+        ]
+    width = output_width(name, settings)
+    return [*table, renamed(f"{source}.out_proj.weight", f"{target}.o_proj.weight", d, width)]
+
+
+def _windows(model: ModelConfig) -> list[list[int | None]] | None:
+    return loop_windows(model.pattern, model.num_layers, model.loops, model.window.size, MIXERS)
+
+
+def _scheduled_pattern(mixers: list[str], windows: list[list[int | None]]) -> str:
+    """The pattern of layers whose masks change between loops."""
+
+    def item(name: str, window: int | None) -> str:
+        if name not in ATTENTION:
+            return name
+        return "full" if window is None else f"window={window}"
+
+    parts = ("+".join(map(item, mixers, row)) for row in windows)
+    return "->".join(parts)
+
+
 def _mixers(model: ModelConfig) -> list[str]:
     return expand_pattern(model.pattern, model.num_layers, MIXERS)
 
@@ -102,14 +113,8 @@ def lt2_mappings(model: ModelConfig) -> list[TensorMapping]:
         ValueError: the pattern names an unknown mixer.
     """
     assert model.vocab_size is not None
-    d, ffn = model.hidden_size, model.ffn_width
-    table: list[TensorMapping] = [
-        CutRows(
-            "embedding.word_embeddings.weight",
-            ("model.embed_tokens.weight",),
-            (model.vocab_size, d),
-        )
-    ]
+    d = model.hidden_size
+    table: list[TensorMapping] = [embedding(model)]
     for i, mixer in enumerate(_mixers(model)):
         source, target = f"decoder.layers.{i}", f"model.layers.{i}"
         from_mixer, to_mixer = f"{source}.self_attention", f"{target}.mixer"
@@ -118,8 +123,10 @@ def lt2_mappings(model: ModelConfig) -> list[TensorMapping]:
                 f"{source}.input_layernorm.weight", (f"{target}.input_layernorm.weight",), (d,)
             ),
             *(
-                _attention(model, from_mixer, to_mixer)
+                attention(model, from_mixer, to_mixer)
                 if mixer in ATTENTION
+                else _sparse(model, mixer, from_mixer, to_mixer)
+                if mixer in SPARSE
                 else _linear(model, mixer, from_mixer, to_mixer)
             ),
             TensorMapping(
@@ -127,24 +134,22 @@ def lt2_mappings(model: ModelConfig) -> list[TensorMapping]:
                 (f"{target}.post_attention_layernorm.weight",),
                 (d,),
             ),
-            SplitRows(
-                f"{source}.mlp.linear_fc1.weight",
-                (f"{target}.mlp.gate_proj.weight", f"{target}.mlp.up_proj.weight"),
-                (2 * ffn, d),
-                rows=(ffn, ffn),
-            ),
-            TensorMapping(
-                f"{source}.mlp.linear_fc2.weight", (f"{target}.mlp.down_proj.weight",), (d, ffn)
-            ),
+            *swiglu(model, f"{source}.mlp", f"{target}.mlp"),
         ]
+        if model.norm_mode == "sandwich":
+            table += [
+                renamed(f"{source}.{ours}.weight", f"{target}.{theirs}.weight", d)
+                for ours, theirs in SANDWICH.items()
+            ]
     if model.loop_residual == "per_channel":
         table.append(
             TensorMapping("decoder.loop_residual", ("model.loop_residual",), (model.loops, d))
         )
-    table.append(TensorMapping("decoder.final_layernorm.weight", ("model.norm.weight",), (d,)))
-    if not model.tie_embeddings:
-        table.append(CutRows("output_layer.weight", ("lm_head.weight",), (model.vocab_size, d)))
-    return table
+    if model.exit_gate:
+        gate = "model.early_exit_gate"
+        table.append(renamed("decoder.exit_gate.weight", f"{gate}.weight", 1, d))
+        table.append(renamed("decoder.exit_gate.bias", f"{gate}.bias", 1))
+    return [*table, *head(model)]
 
 
 def export_state_dict(
@@ -158,19 +163,13 @@ def lt2_config_values(config: RunConfig) -> dict[str, Any]:
     """Arguments of `LT2Config` that say the same as a run's resolved config.
 
     Raises:
-        ValueError: the vocabulary size is not resolved, or an architecture switch has a value that
-            the modeling file lacks.
+        ValueError: the vocabulary size is not resolved.
     """
     model = config.model
     if model.vocab_size is None:
         raise ValueError(
             "model.vocab_size is not set in the saved config, so it is not a resolved one"
         )
-    for name, value in ONLY_VALUES.items():
-        if (given := getattr(model, name)) != value:
-            raise ValueError(
-                f"model.{name} is {given!r}: the exported modeling file has {value!r} only"
-            )
     mixers = _mixers(model)
     return {
         "vocab_size": model.vocab_size,
@@ -179,18 +178,84 @@ def lt2_config_values(config: RunConfig) -> dict[str, Any]:
         "num_hidden_layers": model.num_layers,
         "mixers": mixers,
         "mixer_settings": {
-            name: asdict(model.mixer_settings(name)) for name in RECURRENT if name in mixers
+            name: asdict(model.mixer_settings(name))
+            for name in (*SPARSE, *RECURRENT)
+            if name in mixers
         },
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.attention_head_dim,
         "attention_output_gate": model.attention.output_gate,
         "window_size": model.window.size,
+        "loop_windows": _windows(model),
         "loops": model.loops,
         "loop_residual": model.loop_residual,
+        **{name: getattr(model, name) for name in SWITCHES},
         "rope_theta": model.rope.theta,
         "rope_interleaved": model.rope.interleaved,
         "rms_norm_eps": model.norm_eps,
         "max_position_embeddings": config.data.sequence_length,
         "tie_word_embeddings": model.tie_embeddings,
     }
+
+
+NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "pattern": "mixers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "attention.output_gate": "attention_output_gate",
+    "window.size": "window_size",
+    "loops": "loops",
+    "loop_residual": "loop_residual",
+    "rope.theta": "rope_theta",
+    "rope.interleaved": "rope_interleaved",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Settings of `model` and the fields of LT2Config that hold them."""
+
+SWITCHES = ("norm_mode", "inter_loop_norm", "exit_gate")
+"""Settings of `model` that LT2Config has by the same name; exports of before lack them."""
+
+
+def lt2_run_config(fields: Mapping[str, Any]) -> RunConfig:
+    """The inverse of `lt2_config_values`.
+
+    Raises:
+        ValueError: settings of a mixer that it does not have.
+    """
+    config = RunConfig()
+    model = config.model
+    for ours, theirs in NAMES.items():
+        inner, _, name = ours.rpartition(".")
+        setattr(getattr(model, inner) if inner else model, name, fields[theirs])
+    for switch in SWITCHES:
+        setattr(model, switch, fields.get(switch, getattr(model, switch)))
+    for mixer, settings in fields["mixer_settings"].items():
+        section: Any = getattr(model, mixer, None)
+        for name, value in settings.items():
+            if mixer not in (*SPARSE, *RECURRENT) or not hasattr(section, name):
+                raise ValueError(f"config.json: mixer_settings.{mixer}.{name} is unknown")
+            setattr(section, name, value)
+    windows = fields.get("loop_windows")
+    if windows is not None:
+        model.pattern = _scheduled_pattern(list(fields["mixers"]), windows)
+    config.data.sequence_length = fields["max_position_embeddings"]
+    return config
+
+
+FAMILY = Family(
+    name="lt2",
+    architecture="LT2ForCausalLM",
+    table=lt2_mappings,
+    values=lt2_config_values,
+    read=lt2_run_config,
+    defaults={"tie_word_embeddings": True},
+    free=frozenset(("exit_threshold", "exit_step")),
+    fp32=fp32_names,
+)
