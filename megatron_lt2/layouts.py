@@ -7,14 +7,17 @@ config with other parallel sizes, and what `check_config` refuses is left out wi
 from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from megatron_lt2.config.checks import check_config, data_parallel_size
 from megatron_lt2.config.errors import ConfigError
-from megatron_lt2.config.schema import RunConfig
+from megatron_lt2.config.schema import ParallelConfig, RunConfig
+from megatron_lt2.mixers.registry import RECURRENT
 from megatron_lt2.model.cost import (
     MemoryEstimate,
     estimate_memory,
+    mixer_names,
     recomputes,
     value_bytes,
 )
@@ -35,7 +38,10 @@ RECOMPUTE = {
     "recompute_num_layers": 1,
 }
 
-CHOICES = ("tensor", "sequence", "pipeline", "context", "micro_batch_size", "recompute")
+CHOICES = (
+    *("tensor", "sequence", "pipeline", "context", "context_exchange"),
+    *("micro_batch_size", "recompute"),
+)
 """What a layout chooses; data parallelism takes the ranks that are left."""
 
 
@@ -81,6 +87,7 @@ class Layout:
             "sequence": parallel.sequence,
             "pipeline": parallel.pipeline,
             "context": parallel.context,
+            "context_exchange": parallel.context_exchange,
             "data": self.data,
             "micro_batch_size": self.config.training.micro_batch_size,
             "recompute": "full" if recomputes(self.config) else "none",
@@ -96,6 +103,8 @@ class Layout:
             *("--parallel.context", str(parallel.context)),
             *("--training.micro_batch_size", str(self.config.training.micro_batch_size)),
         ]
+        if parallel.context_exchange != base.parallel.context_exchange:
+            options += ["--parallel.context_exchange", parallel.context_exchange]
         if recomputes(self.config) != recomputes(base):
             for name, value in RECOMPUTE.items():
                 given = str(value) if recomputes(self.config) else "null"
@@ -121,6 +130,7 @@ def candidates(
         return [own] if name in pinned else values
 
     parallel, batch = base.parallel, base.training.global_batch_size
+    linear = not set(RECURRENT).isdisjoint(mixer_names(base.model))
     for tensor in options("tensor", divisors(gpus, machine.gpus_per_node), parallel.tensor):
         # More stages than layers are refused anyway.
         stages = divisors(gpus, base.model.num_layers)
@@ -134,31 +144,32 @@ def candidates(
                 each = divisors(batch // (left // context), MAX_MICRO_BATCH)
                 micros = options("micro_batch_size", each, base.training.micro_batch_size)
                 shared = [False, True] if tensor > 1 else [False]
-                for sequence in options("sequence", shared, parallel.sequence):
-                    for micro in micros:
-                        for again in options("recompute", [False, True], recomputes(base)):
-                            sizes = (tensor, pipeline, context, sequence, micro, again)
-                            yield _with(base, *sizes)
+                ways = ["state", "heads"] if context > 1 and linear else [parallel.context_exchange]
+                for sequence, exchange, micro, again in product(
+                    options("sequence", shared, parallel.sequence),
+                    options("context_exchange", ways, parallel.context_exchange),
+                    micros,
+                    options("recompute", [False, True], recomputes(base)),
+                ):
+                    chosen = replace(
+                        parallel,
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        sequence=sequence,
+                        context_exchange=exchange,
+                    )
+                    yield _with(base, chosen, micro, again)
 
 
-def _with(
-    base: RunConfig,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    sequence: bool,
-    micro: int,
-    again: bool,
-) -> RunConfig:
+def _with(base: RunConfig, parallel: ParallelConfig, micro: int, again: bool) -> RunConfig:
     megatron = base.megatron
     if again != recomputes(base):
         transformer = {k: v for k, v in megatron.transformer.items() if k not in RECOMPUTE}
         megatron = replace(megatron, transformer=transformer | (RECOMPUTE if again else {}))
     return replace(
         base,
-        parallel=replace(
-            base.parallel, tensor=tensor, pipeline=pipeline, context=context, sequence=sequence
-        ),
+        parallel=parallel,
         training=replace(base.training, micro_batch_size=micro),
         megatron=megatron,
     )

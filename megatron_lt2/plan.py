@@ -61,6 +61,7 @@ PINS = {
     "--parallel.sequence": "sequence",
     "--parallel.pipeline": "pipeline",
     "--parallel.context": "context",
+    "--parallel.context_exchange": "context_exchange",
     "--training.micro_batch_size": "micro_batch_size",
     "--megatron.transformer.recompute_granularity": "recompute",
 }
@@ -140,7 +141,13 @@ def _plan(known: argparse.Namespace, settings: list[str]) -> int:
     from megatron_lt2.parallel import platform
 
     given = [*(["--config", known.config] if known.config else []), *settings]
-    base = load_config(given, prog="python -m megatron_lt2.plan", description=DESCRIPTION)
+    own = [word for action in build_parser()._actions for word in action.option_strings]
+    base = load_config(
+        given,
+        prog="python -m megatron_lt2.plan",
+        description=DESCRIPTION,
+        other_options=own,
+    )
     if base.model.vocab_size is None:
         raise ConfigError("model.vocab_size is not set; pass --model.vocab_size N")
     platform.install()
@@ -242,7 +249,7 @@ def _print(
     )
     print(
         f"{len(layouts)} layouts are accepted, {fitting} fit; {refused.total()} are refused. "
-        "Estimates:\n"
+        "Estimates (CP 4h: linear mixers exchange heads):\n"
     )
     print(
         f"{'TP':>3} {'SP':>3} {'PP':>3} {'CP':>4} {'DP':>4} {'micro':>5} {'recomp':>6} "
@@ -253,7 +260,7 @@ def _print(
         verdict = layout.time.bound if layout.fits(memory) else "does not fit"
         print(
             f"{size['tensor']:>3} {'on' if size['sequence'] else '-':>3} {size['pipeline']:>3} "
-            f"{size['context']:>4} {size['data']:>4} {size['micro_batch_size']:>5} "
+            f"{_context(size):>4} {size['data']:>4} {size['micro_batch_size']:>5} "
             f"{size['recompute']:>6} {layout.memory.total / 1e9:>7.1f} {layout.time.total:>8.3f} "
             f"{layout.tokens_per_s:>10,.0f} {layout.utilisation(machine):>5.2f}  "
             f"{sum(_sent(layout).values()) / 1e9:>8.2f}  {verdict}"
@@ -267,6 +274,11 @@ def _print(
         print("  sent by a rank in a step, GB: " + (_listed(_sent(first)) or "nothing"))
         print("  seconds of a step: " + _listed(first.time.parts, 1.0))
     print()
+
+
+def _context(size: dict[str, Any]) -> str:
+    by_heads = size["context"] > 1 and size["context_exchange"] == "heads"
+    return f"{size['context']}{'h' if by_heads else ''}"
 
 
 def _listed(values: dict[str, float], unit: float = 1e9) -> str:

@@ -1,12 +1,16 @@
 """Pretrain an LT2 model: python -m megatron_lt2.train --config FILE [--dotted.name value].
 
 Exit codes: 0 done; 2 a setting or the data is wrong (one line says which); 75 saved and left early,
-start the same command again to continue; anything else is a failure with a traceback.
+start the same command again to continue; 74 the last checkpoint could not be written; 76 the loss
+diverged; 77 a rank hung; anything else is a failure with a traceback.
 """
 
+import copy
 import os
+import re
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,15 +19,22 @@ from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.load import fail, load_config, to_yaml
 from megatron_lt2.config.schema import RunConfig
 
+EXIT_DIVERGED = 76
+"""As in training/signals.py, which imports torch."""
+
 DESCRIPTION = """Pretrain a looped linear-time transformer (LT2).
 
 Settings come from, weakest first: the defaults below, the YAML file given with --config,
 environment variables (ENV names below), and the command line. The run writes to run_dir; started
-again with the same run_dir it resumes from the newest complete checkpoint. SIGUSR1 or SIGTERM:
-finish the step, save, exit 75.
+again with the same run_dir it resumes from the newest complete checkpoint. SIGUSR1, SIGTERM or a
+file RUN/stop: finish the step, save, exit 75. SIGUSR2: print the stacks of all threads, go on.
 
   --config FILE       YAML file with any of the settings below
   --print-config      print the resolved configuration as YAML and stop
+  --check             check settings, data and run folder without a GPU, print the resolved
+                      configuration and stop; nothing is written
+  --check-without-data  the same where the token files are not there yet
+  --evaluate          no training: the validation loss of the newest checkpoint
   --estimate-memory   print what the model costs in parameters, FLOPs and memory, and stop
   --world-size N      ranks to assume for the two options above (default: the ranks of this launch)
 
@@ -38,14 +49,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         print_config, arguments = _flag(arguments, "--print-config")
         estimate, arguments = _flag(arguments, "--estimate-memory")
+        check, arguments = _flag(arguments, "--check")
+        without_data, arguments = _flag(arguments, "--check-without-data")
+        only_evaluate, arguments = _flag(arguments, "--evaluate")
         assumed, arguments = _value(arguments, "--world-size")
         config = load_config(
-            arguments, prog="python -m megatron_lt2.train", description=DESCRIPTION
+            arguments,
+            prog="python -m megatron_lt2.train",
+            description=DESCRIPTION,
+            other_options=re.findall(r"^  (--[a-z-]+)", DESCRIPTION, re.MULTILINE),
         )
         if print_config and not estimate:
             print(to_yaml(config), end="")
             return 0
-        return _estimate(config, assumed) if estimate else _train(config)
+        if check or without_data:
+            _check(config, assumed, need_data=not without_data)
+            print(to_yaml(config), end="")
+            return 0
+        if estimate:
+            return _estimate(config, assumed)
+        return _evaluate(config) if only_evaluate else _train(config)
+    except _diverged() as error:
+        fail(error, say=_is_first_rank())
+        _leave_process_group()
+        return EXIT_DIVERGED
     except (ConfigError, _UserError) as error:
         # Every rank finds the same mistake; one a node says so.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
@@ -55,6 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         _end_rank_at_once()
         raise
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _diverged() -> type[Exception]:
+    """The error of a run that diverged; its module is imported only if a run was."""
+    module = sys.modules.get("megatron_lt2.training.guard")
+    return module.DivergedError if module is not None else _NeverRaised
 
 
 def _leave_process_group() -> None:
@@ -74,11 +111,16 @@ def _end_rank_at_once() -> None:
     if distributed is None or not distributed.is_initialized():
         return
     if distributed.get_world_size() > 1:
-        print(f"rank {distributed.get_rank()} failed:", file=sys.stderr)
-        traceback.print_exc()
+        # In one piece, and with the time: ranks share an output, and the first failure counts.
+        text = f"rank {distributed.get_rank()} failed at {time.time():.3f}:\n"
+        sys.stderr.write(text + traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+class _NeverRaised(Exception):
+    """Stands for an error whose module was not imported."""
 
 
 class _UserError(ValueError):
@@ -128,6 +170,20 @@ def _estimate(config: RunConfig, assumed: int | None) -> int:
     return 0
 
 
+def _check(config: RunConfig, assumed: int | None, *, need_data: bool) -> None:
+    """Refuse what can be refused before a GPU is held."""
+    from megatron_lt2.parallel import platform
+
+    platform.install()  # counting imports the mixers; quietly
+    from megatron_lt2.preflight import check_run
+
+    need_data = need_data and bool(config.data.prefixes)
+    resolved = config if not need_data else copy.deepcopy(config)
+    if need_data:
+        _resolve_tokenizer(resolved)
+    check_run(resolved, assumed or 1, need_data=need_data)
+
+
 def _resolve_tokenizer(config: RunConfig):
     """Load the tokenizer, check that it made the data, and fix the vocabulary size."""
     from megatron_lt2.data.manifest import check_same_tokenizer, read_manifest
@@ -160,34 +216,80 @@ def _train(config: RunConfig) -> int:
     platform.install()
     from megatron_lt2.config.checks import check_config
     from megatron_lt2.parallel.start import rank_info, start_ranks, stop_ranks
+    from megatron_lt2.training.heartbeat import Heartbeat, dump_stacks_on_signal
     from megatron_lt2.training.signals import ExitRequest
 
-    exit_request = ExitRequest(config.training.exit_after_minutes)
+    dump_stacks_on_signal()
+    first = Path(config.run_dir) / "stop" if rank_info().rank == 0 else None
+    exit_request = ExitRequest(config.training.exit_after_minutes, first)
     tokenizer = _resolve_tokenizer(config)
     check_config(config, rank_info().world_size)
     info = start_ranks(config.parallel, config.training.seed)
     from megatron_lt2.training.loop import Trainer
     from megatron_lt2.training.metrics import RunLog
+    from megatron_lt2.training.refused_start import leaves_nothing, missing_folders
 
     main_rank = info.rank == 0
+    missing = missing_folders(config.run_dir)
     lock = _lock_on_first_rank(config, main_rank)
-    log = RunLog(
-        config.run_dir,
-        config.training.steps,
-        tensorboard=config.logging.tensorboard,
-        active=main_rank,
-    )
+    log = None
+    heartbeat = Heartbeat(config.run_dir, info.rank, config.training.hang_minutes)
     try:
-        trainer = Trainer(config, tokenizer, log, exit_request)
-        trainer.restore()
+        with leaves_nothing(config.run_dir, missing, main_rank):
+            heartbeat.beat("start", 0)
+            log = RunLog(
+                config.run_dir,
+                config.training.steps,
+                tensorboard=config.logging.tensorboard,
+                active=main_rank,
+            )
+            trainer = Trainer(config, tokenizer, log, exit_request, heartbeat)
+            trainer.restore()
         if main_rank:  # not before: a start that is refused changes nothing in the run folder
             _write_run_facts(config, tokenizer)
         code = trainer.run()
+        exit_request.close()
     finally:
-        log.close()
+        if log is not None:
+            log.close()
+        heartbeat.close()
     stop_ranks()
     del lock  # held until here
     return code
+
+
+def _evaluate(config: RunConfig) -> int:
+    """Validation loss of the newest checkpoint, also while the run goes on; the record is in
+    RUN/evaluations/metrics.jsonl."""
+    from megatron_lt2.parallel import platform
+
+    platform.install()
+    from megatron_lt2.config.checks import check_config
+    from megatron_lt2.parallel.start import rank_info, start_ranks, stop_ranks
+    from megatron_lt2.training.signals import ExitRequest
+
+    exit_request = ExitRequest()
+    tokenizer = _resolve_tokenizer(config)
+    check_config(config, rank_info().world_size)
+    info = start_ranks(config.parallel, config.training.seed)
+    from megatron_lt2.training.heartbeat import Heartbeat
+    from megatron_lt2.training.loop import Trainer
+    from megatron_lt2.training.metrics import RunLog
+
+    log = RunLog(
+        Path(config.run_dir) / "evaluations",
+        config.training.steps,
+        tensorboard=False,
+        active=info.rank == 0,
+    )
+    heartbeat = Heartbeat(config.run_dir, -1, config.training.hang_minutes)
+    try:
+        Trainer(config, tokenizer, log, exit_request, heartbeat).evaluate_newest()
+    finally:
+        log.close()
+        heartbeat.close()
+    stop_ranks()
+    return 0
 
 
 def _lock_on_first_rank(config: RunConfig, main_rank: bool) -> object:
@@ -214,7 +316,9 @@ def _write_run_facts(config: RunConfig, tokenizer) -> None:
 
     folder = Path(config.run_dir)
     write_text_atomic(folder / "config.yaml", to_yaml(config))
-    command = shlex.join([Path(sys.executable).name, "-m", "megatron_lt2.train", *sys.argv[1:]])
+    # What tools.spawn or a launcher put before it, so that the line can be typed again.
+    start = os.environ.get("LT2_SPAWNED", Path(sys.executable).name).split()
+    command = shlex.join([*start, "-m", "megatron_lt2.train", *sys.argv[1:]])
     write_text_atomic(folder / "cmd.txt", command + "\n")
     write_text_atomic(folder / "env.txt", describe_environment(os.environ))
     tokenizer.save(folder / "tokenizer")

@@ -9,9 +9,10 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lt2.config.errors import ConfigError
+from megatron_lt2.config.mixers import SPARSE
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import MIXER_NAMES, RECURRENT, get_mixer, recurrent_mixer
-from megatron_lt2.model.pattern import expand_pattern
+from megatron_lt2.model.pattern import cut_off, expand_pattern, loop_windows
 
 MAX_KEY_CHANNELS = 256
 """Query/key channels a head that the GPU kernels of the recurrences take."""
@@ -31,6 +32,7 @@ def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) 
     _check_ranges(config)
     _check_supported(config)
     _check_model(config.model)
+    _check_exits(config.model)
     _check_parallel(config, world_size)
     _check_context(config)
     _check_batch(config, world_size)
@@ -61,11 +63,15 @@ def _check_ranges(config: RunConfig) -> None:
         "model.init.cutoff": model.init.cutoff,
         "model.window.size": model.window.size,
         "data.sequence_length": config.data.sequence_length,
+        "data.shuffle_buffer": config.data.shuffle_buffer,
         "training.steps": training.steps,
         "training.global_batch_size": training.global_batch_size,
         "training.micro_batch_size": training.micro_batch_size,
         "training.exit_after_minutes": training.exit_after_minutes,
         "training.stop_step": training.stop_step,
+        "training.max_bad_steps": training.max_bad_steps,
+        "training.spike_factor": training.spike_factor,
+        "training.hang_minutes": training.hang_minutes,
         "parallel.tensor": config.parallel.tensor,
         "parallel.pipeline": config.parallel.pipeline,
         "parallel.context": config.parallel.context,
@@ -80,6 +86,10 @@ def _check_ranges(config: RunConfig) -> None:
         if value is not None and not 0 < value < math.inf:
             _refuse(f"{name} is {value}; it must be greater than 0")
     not_negative = {
+        "model.exit_entropy": model.exit_entropy,
+        "model.dsa.loss_weight": model.dsa.loss_weight,
+        "model.dsa.dense_steps": model.dsa.dense_steps,
+        "model.dsa.index_rope_dim": model.dsa.index_rope_dim,
         "training.eval_interval": training.eval_interval,
         "training.eval_batches": training.eval_batches,
         "checkpoint.interval": config.checkpoint.interval,
@@ -102,15 +112,18 @@ def _check_ranges(config: RunConfig) -> None:
             _refuse(f"optimizer.betas {list(optimizer.betas)} must be at least 0 and below 1")
 
 
-ANY_NUMBER = ("input_bias", "forget_bias_min", "forget_bias_max", "lower_bound")
-"""Settings of linear mixers that need not be greater than 0."""
+ANY_NUMBER = (
+    *("input_bias", "forget_bias_min", "forget_bias_max", "lower_bound"),
+    *("loss_weight", "dense_steps", "index_rope_dim"),
+)
+"""Settings of mixers that need not be greater than 0."""
 
 
 def _mixer_numbers(model: ModelConfig) -> dict[str, Any]:
-    """Settings of the linear mixers that must be greater than 0, by name."""
+    """Settings of linear and sparse mixers that must be greater than 0, by name."""
     return {
         f"model.{mixer}.{setting.name}": value
-        for mixer in RECURRENT
+        for mixer in (*RECURRENT, *SPARSE)
         for setting in fields(getattr(model, mixer))
         if setting.name not in ANY_NUMBER
         and not isinstance(value := getattr(getattr(model, mixer), setting.name), bool | str)
@@ -118,15 +131,6 @@ def _mixer_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_supported(config: RunConfig) -> None:
-    model = config.model
-    if model.norm_mode != "pre":
-        _refuse(f"model.norm_mode {model.norm_mode!r} is not supported yet; set it to 'pre'")
-    if model.inter_loop_norm:
-        _refuse("model.inter_loop_norm true is not supported yet; set it to false")
-    if model.exit_gate:
-        _refuse("model.exit_gate true is not supported yet; set it to false")
-    if model.loss != "final":
-        _refuse(f"model.loss {model.loss!r} is not supported yet; set it to 'final'")
     for name in ("fp8", "fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
         if config.megatron.transformer.get(name):
             _refuse(
@@ -136,6 +140,22 @@ def _check_supported(config: RunConfig) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    try:
+        names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
+        loop_windows(model.pattern, model.num_layers, model.loops, model.window.size, MIXER_NAMES)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if problem := cut_off(model.pattern, model.num_layers):
+        _refuse(problem)
+    if not {*RECURRENT, *SPARSE}.issuperset(names):
+        _check_attention(model)
+    for name in sorted(set(names) & set(SPARSE)):
+        _check_sparse(name, model)
+    for name in sorted(set(names) & set(RECURRENT)):
+        _check_linear_mixer(name, model)
+
+
+def _check_attention(model: ModelConfig) -> None:
     if model.head_dim is None and model.hidden_size % model.num_heads:
         _refuse(
             f"model.hidden_size {model.hidden_size} is not divisible by model.num_heads "
@@ -151,12 +171,56 @@ def _check_model(model: ModelConfig) -> None:
             f"the attention head dimension is {model.attention_head_dim}; rotary positions need an "
             "even one, set model.head_dim"
         )
-    try:
-        names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    for name in sorted(set(names) & set(RECURRENT)):
-        _check_linear_mixer(name, model)
+
+
+def _check_sparse(name: str, model: ModelConfig) -> None:
+    """Sizes of a sparse mixer that do not fit together."""
+    s = model.mixer_settings(name)
+    if s.num_heads % s.num_kv_heads:
+        _refuse(
+            f"model.{name}.num_kv_heads {s.num_kv_heads} does not divide the {s.num_heads} heads "
+            f"of model.{name}; choose a divisor"
+        )
+    rotary = {"head_dim": s.head_dim}
+    if name == "dsa":
+        rotary = {"rope_dim": s.rope_dim} if s.kv == "shared" else rotary
+        rotary["index_rope_dim"] = s.index_rope_dim
+        if s.index_rope_dim > s.index_dim:
+            _refuse(
+                f"model.dsa.index_rope_dim {s.index_rope_dim} is more than model.dsa.index_dim "
+                f"{s.index_dim}; use at most that"
+            )
+    for setting, channels in rotary.items():
+        if channels < 1 and setting != "index_rope_dim":
+            _refuse(
+                f"model.hidden_size {model.hidden_size} leaves no channel for each of the "
+                f"{s.num_heads} heads of model.{name}; set model.{name}.{setting}"
+            )
+        if channels % 2:
+            _refuse(
+                f"model.{name}.{setting} is {channels}; rotary positions need an even number, "
+                "choose one"
+            )
+    if name == "nsa" and s.selected_blocks < 3:
+        _refuse(
+            f"model.nsa.selected_blocks {s.selected_blocks} is too few: the first block, a query's "
+            "own and the one before are always among them; use 3 or more"
+        )
+
+
+def _check_exits(model: ModelConfig) -> None:
+    if model.loss != "exits":
+        return
+    if not model.exit_gate:
+        _refuse(
+            "model.loss 'exits' needs the exit probabilities of model.exit_gate, which is false; "
+            "set it to true"
+        )
+    if model.loops < 2:
+        _refuse(
+            f"model.loss 'exits' has nothing to choose from with model.loops {model.loops}; use 2 "
+            "loops or more, or model.loss 'final'"
+        )
 
 
 def _check_linear_mixer(name: str, model: ModelConfig) -> None:
@@ -196,6 +260,11 @@ def _check_parallel(config: RunConfig, world_size: int) -> None:
                         f"{setting} {heads} is not divisible by parallel.tensor {parallel.tensor}; "
                         "choose a tensor-parallel size that divides it"
                     )
+        if model.num_heads % parallel.tensor:  # megatron-core says so also without attention
+            _refuse(
+                f"model.num_heads {model.num_heads} is not divisible by parallel.tensor "
+                f"{parallel.tensor}; choose a multiple, also where no layer has attention"
+            )
         if model.ffn_width % parallel.tensor:
             _refuse(
                 f"model.ffn_hidden_size {model.ffn_width} is not divisible by parallel.tensor "
@@ -224,12 +293,27 @@ def _check_context(config: RunConfig) -> None:
     held = tokens // parallel.context
     names = set(expand_pattern(config.model.pattern, config.model.num_layers, MIXER_NAMES))
     for name in sorted(names & set(RECURRENT)):
-        taps = recurrent_mixer(name)(config.model.mixer_settings(name)).layout.conv_size
+        layout = recurrent_mixer(name)(config.model.mixer_settings(name)).layout
+        taps = layout.conv_size
+        if parallel.context_exchange == "heads":
+            _check_heads_divide(name, layout.heads, parallel.tensor, parallel.context)
+            continue
         if held < taps - 1:
             _refuse(
                 f"parallel.context {parallel.context} leaves {held} tokens a rank, fewer than the "
                 f"{taps - 1} that model.{name}.conv_size {taps} looks back at; use fewer ranks"
             )
+
+
+def _check_heads_divide(name: str, heads: int, tensor: int, context: int) -> None:
+    if heads % (tensor * context):
+        among = f"parallel.context {context}"
+        if tensor > 1:
+            among = f"parallel.tensor {tensor} x {among}"
+        _refuse(
+            f"parallel.context_exchange 'heads' cannot spread model.{name}.num_heads {heads} over "
+            f"{among} ranks; use 'state', or sizes whose product divides {heads}"
+        )
 
 
 def data_parallel_size(config: RunConfig, world_size: int) -> int:

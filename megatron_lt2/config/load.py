@@ -21,6 +21,8 @@ from typing import Any
 import yaml
 
 from megatron_lt2.config.errors import ConfigError
+from megatron_lt2.config.kinds import kind_in_words, setting_type, type_error
+from megatron_lt2.config.megatron_fields import check_names, field_names
 from megatron_lt2.config.schema import RunConfig
 
 ENV_PREFIX = "LT2"
@@ -29,7 +31,9 @@ SCRIPT_VARIABLES = tuple(
     f"{ENV_PREFIX}_{name}"
     for name in (
         *("CONFIG", "RUN_DIR", "FORCE_CPU", "VENV", "PYTHON", "ROOT", "NPROC"),
-        *("DRY_RUN", "SMOKE", "LAUNCHER", "SAVED"),
+        *("DRY_RUN", "SMOKE", "LAUNCHER", "SAVED", "SPAWNED", "HUNG", "LOG_DIR", "HANG_TIMEOUT"),
+        *("CHAIN", "CHAIN_ID", "CHAIN_LEFT", "MAX_RETRIES", "SAVE_SECONDS", "SBATCH_ARGS"),
+        *("NODE_RANKS", "SLURM_DIR", "STOP_FILE", "RANK_SHELL", "TORCHRUN_SHELL"),
     )
 )
 """Variables of the launch scripts and the platform, which are not settings of their own."""
@@ -61,11 +65,20 @@ def build_parser(prog: str, description: str, config_file: str | None = None) ->
 
 
 def load_config(
-    argv: Sequence[str], *, prog: str = "megatron_lt2", description: str = ""
+    argv: Sequence[str],
+    *,
+    prog: str = "megatron_lt2",
+    description: str = "",
+    other_options: Sequence[str] = (),
 ) -> RunConfig:
     """Parse `argv` (with an optional `--config FILE`) into a RunConfig.
 
     Values are typed and known; `checks.check_config` looks at how they fit together.
+
+    Args:
+        argv: the command line.
+        prog, description: of the program, for --help.
+        other_options: the program's own, so that near-misses of them are recognised.
 
     Raises:
         ConfigError: one line that names the file or option and what is wrong with it.
@@ -83,8 +96,13 @@ def load_config(
         raise
     except Exception as error:  # jsonargparse raises several unrelated types
         source = f"{config_file}: " if config_file and not rest else ""
-        raise ConfigError(source + _one_line(error, rest)) from None
-    return _as_run_config(built)
+        raise ConfigError(source + _one_line(error, other_options)) from None
+    config = _as_run_config(built)
+    for section in fields(config.megatron):
+        given = getattr(config.megatron, section.name)
+        if given:  # reading megatron-core's source takes a while
+            check_names(section.name, given, field_names(section.name))
+    return config
 
 
 def load_saved(path: str | Path) -> RunConfig:
@@ -207,13 +225,20 @@ def _reject_unknown_environment() -> None:
             raise ConfigError(f"environment variable {name} is no setting{_nearest(name, known)}")
 
 
-def _one_line(error: Exception, argv: list[str]) -> str:
+def _one_line(error: Exception, other_options: Sequence[str]) -> str:
     text = " ".join(str(error).split())
     unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", text)
     if unknown:
         options = ["--" + name for name in dotted_names(RunConfig)]
-        return f"unknown option {unknown.group(1)}{_nearest(unknown.group(1), options)[:200]}"
-    return text.replace("Parser key ", "setting ")
+        options += ["--config", *other_options]
+        close = difflib.get_close_matches(unknown[1], options, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--help lists what there is"
+        return f"unknown option {unknown[1]} ({hint})"
+    needs = re.search(r"argument (--[\w.]+): expected one argument", text)
+    if needs:
+        kind = setting_type(RunConfig, needs[1].removeprefix("--"))
+        return f"{needs[1]} needs a value: {kind_in_words(kind)}"
+    return type_error(text, RunConfig) or text.replace("Parser key ", "setting ")
 
 
 def dotted_names(cls: type, prefix: str = "") -> list[str]:

@@ -1,4 +1,4 @@
-"""Settings of the linear mixers and of sliding-window attention, one dataclass a mixer.
+"""Settings of the linear mixers and of sparse attention, one dataclass a mixer.
 
 The text under a field is its help text. `None` stands for the value that the help text names;
 `resolve` fills it in from the model's width and heads. Defaults are LT2's settings (arXiv
@@ -271,3 +271,94 @@ class WindowConfig:
 
     size: int = 2048
     """A token attends to itself and to the size - 1 tokens before it."""
+
+
+@dataclass(kw_only=True)
+class SparseSettings:
+    """What `nsa` and `dsa` have; rotary positions are those of model.rope."""
+
+    num_heads: int | None = None
+    """Query heads; default: model.num_heads."""
+
+    num_kv_heads: int | None = None
+    """Key/value heads; the default is the mixer's own."""
+
+    head_dim: int | None = None
+    """Channels a head; default: hidden_size / heads."""
+
+    def resolve(self, hidden_size: int, num_heads: int) -> Self:
+        """The same settings with every None replaced; arguments as `LinearSettings.resolve`."""
+        heads = self.num_heads or num_heads
+        return replace(
+            self,
+            num_heads=heads,
+            num_kv_heads=self.num_kv_heads or self._default_kv_heads(heads),
+            head_dim=self.head_dim or hidden_size // heads,
+        )
+
+    def _default_kv_heads(self, heads: int) -> int:
+        return heads
+
+
+@dataclass(kw_only=True)
+class NSAConfig(SparseSettings):
+    """Native sparse attention layers (Yuan et al. 2025, arXiv 2502.11089)."""
+
+    num_kv_heads: int | None = None
+    """Key/value heads; default: a 16th of the heads, at least one. FLA's kernel needs 16 query
+    heads a key head, or 32, 64, .."""
+
+    block_size: int = 64
+    """Tokens a block; mean keys and values of whole blocks serve the compressed branch."""
+
+    selected_blocks: int = 16
+    """Blocks whose tokens a query attends to; the first, its own and the one before are among
+    them."""
+
+    window: int = 512
+    """Tokens that the window branch sees, the query's own included."""
+
+    def _default_kv_heads(self, heads: int) -> int:
+        return max(1, heads // 16)
+
+
+@dataclass(kw_only=True)
+class DSAConfig(SparseSettings):
+    """DeepSeek sparse attention layers with a trained indexer (arXiv 2512.02556)."""
+
+    kv: Literal["shared", "grouped"] = "shared"
+    """'shared': one key/value head for all (latent_dim + rope_dim keys, of which the first
+    latent_dim are the value); 'grouped': num_kv_heads of head_dim channels."""
+
+    num_kv_heads: int | None = None
+    """Key/value heads of 'grouped'; default: as many as heads."""
+
+    latent_dim: int = 512
+    """Channels of the shared value, and of each query head that meet it."""
+
+    rope_dim: int = 64
+    """Rotary channels of the shared key, behind the others."""
+
+    top_k: int = 2048
+    """Keys that a query attends to."""
+
+    index_heads: int = 16
+    """Heads of the indexer."""
+
+    index_dim: int = 64
+    """Channels of an indexer head; its key is shared by all heads."""
+
+    index_rope_dim: int = 32
+    """How many of these, the first ones, have rotary positions; 0: none."""
+
+    loss_weight: float = 1.0
+    """Weight of the indexer's KL loss. It trains the indexer alone; 0: the indexer stays as it
+    is."""
+
+    dense_steps: int = 1000
+    """First steps in which attention sees all keys and the indexer learns from all of them;
+    after these both see the selected keys."""
+
+
+SPARSE: dict[str, type[SparseSettings]] = {"nsa": NSAConfig, "dsa": DSAConfig}
+"""Sparse attention mixers with settings of their own."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatron_lt2.config.mixers import (
     DeltaNetConfig,
+    DSAConfig,
     GDNConfig,
     GLAConfig,
     HGRN2Config,
@@ -19,6 +20,7 @@ from megatron_lt2.config.mixers import (
     LinearAttentionConfig,
     Mamba2Config,
     MLSTMConfig,
+    NSAConfig,
     RetNetConfig,
     WindowConfig,
 )
@@ -104,11 +106,15 @@ class ModelConfig:
     """Apply the final norm at the end of every loop (Ouro) instead of once after the last (LT2)."""
 
     exit_gate: bool = False
-    """Learn an early-exit probability at the end of each loop (Ouro)."""
+    """Have a gate that says after each loop how likely a token leaves (Ouro); only the loss 'exits'
+    trains it, see docs/exits.md."""
 
     loss: Literal["final", "exits"] = "final"
     """'final': cross entropy after the last loop (LT2). 'exits': sum_t p_t CE_t - beta H(p)
     (Ouro)."""
+
+    exit_entropy: float = 0.1
+    """beta of the loss 'exits': how much the entropy of the exit probabilities is worth."""
 
     norm_eps: float = 1e-6
     """Epsilon of the block norms and the final norm."""
@@ -119,6 +125,8 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+    dsa: DSAConfig = field(default_factory=DSAConfig)
     gdn: GDNConfig = field(default_factory=GDNConfig)
     kda: KDAConfig = field(default_factory=KDAConfig)
     deltanet: DeltaNetConfig = field(default_factory=DeltaNetConfig)
@@ -145,17 +153,34 @@ class ModelConfig:
         """Inner width of the SwiGLU."""
         return self.ffn_hidden_size or round_up(int(2 * 4 * self.hidden_size / 3), 256)
 
+    @property
+    def layer_norms(self) -> int:
+        """Norms of a layer over the residual stream's width, those inside a mixer not counted."""
+        return 4 if self.norm_mode == "sandwich" else 2
+
+    @property
+    def heads_run(self) -> int:
+        """How often a training pass goes through the output head."""
+        return self.loops if self.loss == "exits" else 1
+
     def mixer_settings(self, name: str) -> Any:
-        """Settings of the linear mixer `name` with every None replaced."""
+        """Settings of a linear or sparse mixer with every None replaced."""
         return getattr(self, name).resolve(self.hidden_size, self.num_heads)
 
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Training text: .bin/.idx pairs written by data_prep/tokenize.py."""
+    """Training text: token files written by data_prep/tokenize.py."""
 
     path: list[str] | str = field(default_factory=list)
-    """Prefix of a .bin/.idx pair to train on, or a list of them."""
+    """Prefix of token files to train on, or a list of them."""
+
+    format: Literal["megatron", "webdataset"] | None = None
+    """What the token files must be; default: what their manifests say."""
+
+    shuffle_buffer: int = 16384
+    """Documents in the shuffle buffer of numbered shards; a single .bin/.idx pair is shuffled as a
+    whole instead."""
 
     weights: list[float] | None = None
     """Share of each prefix in the blend; default: by size."""
@@ -210,6 +235,17 @@ class TrainingConfig:
 
     exit_after_minutes: float | None = None
     """Save and leave (code 75) once the run has taken this long; for queues with a time limit."""
+
+    max_bad_steps: int = 10
+    """Leave (code 76) after so many steps in a row that were skipped: loss or gradient NaN or
+    infinite, or a spike."""
+
+    spike_factor: float | None = None
+    """Skip a step whose loss is over this many times the median of the last 64; default: never."""
+
+    hang_minutes: float | None = 30.0
+    """Print all stacks and leave (code 77) after so long without progress, before the first step
+    four times as long; null: never."""
 
     stop_step: int | None = None
     """Save and leave (code 75) after this step although `steps` is larger; for tests and staged
@@ -267,6 +303,11 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel ranks (shards of a sequence)."""
 
+    context_exchange: Literal["state", "heads"] = "state"
+    """What linear mixers exchange over context-parallel ranks: the recurrent state, whatever the
+    length; or, where the ranks divide the heads, the tokens ('heads'), so that each rank runs
+    whole sequences of some heads."""
+
     sequence: bool = False
     """Sequence parallelism: shard norms and residual adds over the tensor-parallel ranks."""
 
@@ -321,6 +362,10 @@ class CheckpointConfig:
 
     resume: bool = True
     """Continue from the newest complete checkpoint in run_dir, if there is one."""
+
+    init_from: str | None = None
+    """Run folder or checkpoint whose weights a new run starts from, with a new optimizer at step 0;
+    a run that resumes does not read it again."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,6 @@
-"""Training and validation samples from .bin/.idx pairs, by megatron-core's GPT dataset.
+"""Training and validation samples from token files.
+
+Of single .bin/.idx pairs by megatron-core's GPT dataset, of numbered shards by `TokenStream`.
 
 megatron-core cuts the shuffled documents into sequences of sequence_length + 1 tokens, blends
 prefixes, and caches its index under `data.cache_dir`. Which sequences a run sees depends only on
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.data.manifest import read_manifest
+from megatron_lt2.data.streams import build_streams, check_kind
 from megatron_lt2.data.tokenizer import Tokenizer
 
 
@@ -39,8 +42,17 @@ def build_datasets(
     Every rank calls this at the same time; rank 0 builds the index first.
 
     Raises:
-        ConfigError: a split is too small for one sequence.
+        ConfigError: a split is too small for one sequence, or data.format is not that of the files.
     """
+    if check_kind(config):
+        return build_streams(config)
+    return _build_indexed(config, tokenizer)
+
+
+def _build_indexed(
+    config: RunConfig, tokenizer: Tokenizer
+) -> tuple[Dataset[Any], Dataset[Any] | None]:
+    """From single .bin/.idx pairs."""
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -88,7 +100,8 @@ def data_checksums(config: RunConfig) -> list[str]:
     checksums = []
     for prefix in config.data.prefixes:
         files = read_manifest(prefix)["files"]
-        checksums += [facts["sha256"] for name, facts in files.items() if name.endswith(".bin")]
+        data = [facts["sha256"] for name, facts in files.items() if name.endswith((".bin", ".tar"))]
+        checksums += data
     return checksums
 
 
@@ -105,7 +118,7 @@ def blend_weights(config: RunConfig) -> list[float] | None:
 
 def _leave_signals_to_the_trainer(worker: int) -> None:
     """Slurm and `timeout` signal every process; a loader that died of it would end the run."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 

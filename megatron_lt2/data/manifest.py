@@ -1,4 +1,4 @@
-"""The manifest beside a pair of token files, PREFIX.bin and PREFIX.idx.
+"""The manifest beside token files: PREFIX.bin and PREFIX.idx, or numbered shards of either format.
 
 It is written last, so it is what makes the pair exist, and it carries what the files themselves
 cannot: which tokenizer made the ids, whether an EOS ends each document, sizes and checksums.
@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
 
 from megatron_lt2.atomic import sha256_file
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megatron_lt2.data.tokenizer import Tokenizer
 
 FORMAT = "megatron"
+FORMATS = (FORMAT, "webdataset")
 VERSION = 1
 
 
@@ -46,6 +47,30 @@ class InputFacts(TypedDict):
     sha256: str
     documents: int
     skipped_empty: int
+    notes: NotRequired[dict[str, int]]
+    """How much was left out, changed or unusual, by kind; see data_prep/records.py."""
+
+
+class ShardFacts(TypedDict):
+    """One of the numbered shards of an output, in their order."""
+
+    name: str
+    """Of its files, without folder and suffix."""
+    documents: int
+    tokens: int
+
+
+class Options(TypedDict):
+    """What else was asked for, beside tokenizer, text key and EOS."""
+
+    prepend_bos: bool
+    id_key: str | None
+    metadata: bool
+    min_chars: int
+    max_chars: int | None
+    shard_bytes: int | None
+    on_error: str
+    part: list[int]
 
 
 class Manifest(TypedDict):
@@ -58,6 +83,9 @@ class Manifest(TypedDict):
     tokens: int
     append_eod: bool
     text_key: NotRequired[str]
+    options: NotRequired[Options]
+    shards: NotRequired[list[ShardFacts]]
+    """Absent for a single pair that has the name of the prefix."""
     tokenizer: TokenizerFacts
     files: dict[str, FileFacts]
     inputs: list[InputFacts]
@@ -104,8 +132,9 @@ def parse_manifest(path: Path) -> Manifest:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ValueError(f'{path}: not a manifest of token files ("format" is not "{FORMAT}")')
+    if not isinstance(value, dict) or value.get("format") not in FORMATS:
+        known = " or ".join(f'"{name}"' for name in FORMATS)
+        raise ValueError(f'{path}: not a manifest of token files ("format" is not {known})')
     if value.get("version") != VERSION:
         raise ValueError(
             f"{path}: version {value.get('version')!r}, this code reads version {VERSION}"
@@ -132,8 +161,7 @@ def read_manifest(prefix: str | os.PathLike[str], *, checksums: bool = False) ->
     """
     path = manifest_path(prefix)
     manifest = parse_manifest(path)
-    for data_path in data_paths(prefix):
-        facts = _facts_of(manifest, data_path, path)
+    for data_path, facts in token_files(prefix, manifest).items():
         if not data_path.is_file():
             raise ValueError(f"{data_path}: missing, though {path.name} describes it")
         size = data_path.stat().st_size
@@ -145,6 +173,46 @@ def read_manifest(prefix: str | os.PathLike[str], *, checksums: bool = False) ->
         if checksums and sha256_file(data_path) != facts["sha256"]:
             raise ValueError(f"{data_path}: checksum differs from the one in {path.name}")
     return manifest
+
+
+def token_files(prefix: str | os.PathLike[str], manifest: Manifest) -> dict[Path, FileFacts]:
+    """Every file that a manifest describes, where it lies now.
+
+    Raises:
+        ValueError: the manifest does not describe PREFIX.bin or .idx of a single pair.
+    """
+    path = manifest_path(prefix)
+    if "shards" in manifest:
+        return {path.with_name(name): facts for name, facts in manifest["files"].items()}
+    suffixes = {suffix for name in manifest["files"] if (suffix := _suffix(name))}
+    paths = [*data_paths(prefix)]
+    paths += [Path(f"{os.fspath(prefix)}{suffix}") for suffix in sorted(suffixes)]
+    return {data_path: _facts_of(manifest, data_path, path) for data_path in paths}
+
+
+def _suffix(name: str) -> str:
+    """The suffix of a file that not every pair has."""
+    return ".docs.jsonl" if name.endswith(".docs.jsonl") else ""
+
+
+class Shard(NamedTuple):
+    """One shard of an output and where it lies."""
+
+    stem: str
+    """Path of its files without suffix."""
+    documents: int
+    tokens: int
+
+
+def shards_of(prefix: str | os.PathLike[str], manifest: Manifest) -> list[Shard]:
+    """The shards of an output in their order; a single pair is one shard."""
+    if "shards" not in manifest:
+        return [Shard(os.fspath(prefix), manifest["documents"], manifest["tokens"])]
+    folder = manifest_path(prefix).parent
+    return [
+        Shard(str(folder / facts["name"]), facts["documents"], facts["tokens"])
+        for facts in manifest["shards"]
+    ]
 
 
 def _facts_of(manifest: Manifest, data_path: Path, path: Path) -> FileFacts:

@@ -13,7 +13,8 @@ from transformers import PretrainedConfig
 from ..recurrent.names import RECURRENT
 
 ATTENTION = ("full", "window")
-MIXERS = (*ATTENTION, *RECURRENT)
+SPARSE = ("nsa", "dsa")
+MIXERS = (*ATTENTION, *SPARSE, *RECURRENT)
 
 PAPER_GDN: dict[str, Any] = {
     "num_heads": 16,
@@ -38,11 +39,11 @@ class LT2Config(PretrainedConfig):
         intermediate_size: inner width of the SwiGLU.
         num_hidden_layers: stored layers N.
         mixers: mixer of each layer: "full" (softmax attention), "window" (the same, looking back a
-            window only) or a linear mixer (`MIXERS`); by default every fifth layer is "full" and
-            the others "gdn".
-        mixer_settings: of each linear mixer in `mixers`, its settings by name: heads, channels,
-            initial values and what else its file asks for. Default: `PAPER_GDN` for "gdn" if
-            `mixers` is left out too.
+            window only), sparse attention or a linear mixer (`MIXERS`); by default every fifth
+            layer is "full" and the others "gdn".
+        mixer_settings: of each linear or sparse mixer in `mixers`, its settings by name: heads,
+            channels, initial values and what else its file asks for. Default: `PAPER_GDN` for "gdn"
+            if `mixers` is left out too.
         num_attention_heads: heads of attention layers.
         num_key_value_heads: their key/value heads; default: num_attention_heads.
         head_dim: channels of such a head; default: hidden_size / num_attention_heads.
@@ -50,7 +51,15 @@ class LT2Config(PretrainedConfig):
         loops: T, how often the whole stack runs with the same weights.
         loop_residual: "per_channel" adds rho_t * (input of loop t) to the output of loop t, or
             "none".
+        norm_mode: "pre" has a norm before mixer and SwiGLU, "sandwich" one behind them too.
+        inter_loop_norm: the final norm ends every loop, not the last only.
+        exit_gate: there is a gate that says how likely a token leaves after each loop.
+        exit_threshold: take for each token the first loop by which it has left with this
+            probability; default: the last loop.
+        exit_step: take this loop (from 1) for every token and run no later one.
         window_size: tokens that a token of a "window" layer sees, itself included.
+        loop_windows: window of every layer in every loop [loops][layers], null for all tokens, if
+            "full" and "window" layers change between loops.
         rope_theta: base of the rotary frequencies of attention layers.
         rope_interleaved: rotate neighbouring channels instead of the two halves of a head.
         rms_norm_eps: epsilon of the block norms and the final norm.
@@ -78,8 +87,14 @@ class LT2Config(PretrainedConfig):
         head_dim: int | None = None,
         attention_output_gate: bool = True,
         window_size: int = 2048,
+        loop_windows: list[list[int | None]] | None = None,
         loops: int = 4,
         loop_residual: str = "per_channel",
+        norm_mode: str = "pre",
+        inter_loop_norm: bool = False,
+        exit_gate: bool = False,
+        exit_threshold: float | None = None,
+        exit_step: int | None = None,
         rope_theta: float = 10000.0,
         rope_interleaved: bool = False,
         rms_norm_eps: float = 1e-6,
@@ -108,8 +123,14 @@ class LT2Config(PretrainedConfig):
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.attention_output_gate = attention_output_gate
         self.window_size = window_size
+        self.loop_windows = loop_windows
         self.loops = loops
         self.loop_residual = loop_residual
+        self.norm_mode = norm_mode
+        self.inter_loop_norm = inter_loop_norm
+        self.exit_gate = exit_gate
+        self.exit_threshold = exit_threshold
+        self.exit_step = exit_step
         self.rope_theta = rope_theta
         self.rope_interleaved = rope_interleaved
         self.rms_norm_eps = rms_norm_eps
@@ -133,20 +154,33 @@ class LT2Config(PretrainedConfig):
         unknown = sorted(set(self.mixers) - set(MIXERS))
         if unknown:
             raise ValueError(f"mixers: unknown {unknown}; known are {list(MIXERS)}")
-        unknown = sorted(set(self.mixer_settings) - set(RECURRENT))
+        known = [*SPARSE, *RECURRENT]
+        unknown = sorted(set(self.mixer_settings) - set(known))
         if unknown:
-            raise ValueError(f"mixer_settings: unknown {unknown}; known are {list(RECURRENT)}")
+            raise ValueError(f"mixer_settings: unknown {unknown}; known are {known}")
         missing = sorted(set(self.mixers) - set(ATTENTION) - set(self.mixer_settings))
         if missing:
             raise ValueError(f"mixer_settings says nothing about {missing}, which mixers names")
         if self.window_size < 1:
             raise ValueError(f"window_size must be at least 1, got {self.window_size}")
+        windows = self.loop_windows
+        if windows is not None:
+            counts = {len(row) for row in windows}
+            if len(windows) != self.loops or counts != {self.num_hidden_layers}:
+                raise ValueError(
+                    f"loop_windows has {len(windows)} rows of {sorted(counts)} windows for "
+                    f"{self.loops} loops of {self.num_hidden_layers} layers"
+                )
+            if any(size is not None and size < 1 for row in windows for size in row):
+                raise ValueError("loop_windows: a window must be at least 1")
         if self.loops < 1:
             raise ValueError(f"loops must be at least 1, got {self.loops}")
         if self.loop_residual not in ("per_channel", "none"):
             raise ValueError(
                 f"loop_residual must be 'per_channel' or 'none', got {self.loop_residual!r}"
             )
+        if self.norm_mode not in ("pre", "sandwich"):
+            raise ValueError(f"norm_mode must be 'pre' or 'sandwich', got {self.norm_mode!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -154,3 +188,18 @@ class LT2Config(PretrainedConfig):
             )
         if set(self.mixers) & set(ATTENTION) and self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+
+    def window_of(self, loop: int, layer: int) -> int | None:
+        """Tokens that an attention layer sees in a loop; None: all so far."""
+        if self.loop_windows is not None:
+            return self.loop_windows[loop][layer]
+        return self.window_size if self.mixers[layer] == "window" else None
+
+    def attention_windows(self) -> set[int | None]:
+        """All that "full" and "window" layers have."""
+        return {
+            self.window_of(loop, layer)
+            for loop in range(self.loops)
+            for layer, mixer in enumerate(self.mixers)
+            if mixer in ATTENTION
+        }

@@ -15,10 +15,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.norms import rms_norm
 from ..ops.rope import apply_rope
-from .cache_lt2 import LinearSlot, WindowSlot
-from .configuration_lt2 import ATTENTION, LT2Config
+from .cache_lt2 import LinearSlot, SparseSlot, WindowSlot
+from .configuration_lt2 import ATTENTION, SPARSE, LT2Config
 from .linear_lt2 import LT2LinearMixer
 from .masks_lt2 import Tokens
+from .sparse_lt2 import LT2SparseAttention
 
 
 class LT2RMSNorm(nn.Module):
@@ -75,15 +76,15 @@ class LT2Attention(nn.Module):
 
     Args:
         config: of the model.
-        mixer: "full", or "window" to look back config.window_size tokens only.
+        layer_index: of the layer, whose windows config.window_of says.
     """
 
     is_causal = True
 
-    def __init__(self, config: LT2Config, mixer: str) -> None:
+    def __init__(self, config: LT2Config, layer_index: int) -> None:
         super().__init__()
         self.config = config
-        self.mixer = mixer
+        self.layer_index = layer_index
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         query_width = config.num_attention_heads * config.head_dim
@@ -99,11 +100,12 @@ class LT2Attention(nn.Module):
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
 
     def forward(
-        self, x_BTd: Tensor, tokens: Tokens, slot: DynamicLayer | WindowSlot | None
+        self, x_BTd: Tensor, tokens: Tokens, slot: DynamicLayer | WindowSlot | None, loop: int = 0
     ) -> Tensor:
         """[B, T, d] -> [B, T, d]; `slot` takes in the new keys and values."""
-        rope, mask = tokens.rope, tokens.window if self.mixer == "window" else tokens.full
-        assert rope is not None
+        rope, masks = tokens.rope, tokens.masks
+        assert rope is not None and masks is not None
+        mask = masks[self.config.window_of(loop, self.layer_index)]
         q, k, v = (
             proj(x_BTd).unflatten(-1, (-1, self.head_dim))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -136,24 +138,35 @@ class LT2MLP(nn.Module):
 
 
 class LT2Block(GradientCheckpointingLayer):
-    """h = h + mixer(norm(h)); h = h + SwiGLU(norm(h))."""
+    """h = h + mixer(norm(h)); h = h + SwiGLU(norm(h)); "sandwich" norms what is added as well."""
 
     def __init__(self, config: LT2Config, mixer: str, layer_index: int) -> None:
         super().__init__()
         self.input_layernorm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer = (
-            LT2Attention(config, mixer)
+            LT2Attention(config, layer_index)
             if mixer in ATTENTION
+            else LT2SparseAttention(config, mixer)
+            if mixer in SPARSE
             else LT2LinearMixer(config, mixer, layer_index)
         )
         self.post_attention_layernorm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LT2MLP(config)
+        self.input_layernorm_2 = self.post_attention_layernorm_2 = None
+        if config.norm_mode == "sandwich":
+            width, eps = config.hidden_size, config.rms_norm_eps
+            self.input_layernorm_2 = LT2RMSNorm(width, eps)
+            self.post_attention_layernorm_2 = LT2RMSNorm(width, eps)
 
     def forward(
         self,
         h_BTd: Tensor,
         tokens: Tokens,
-        slot: DynamicLayer | WindowSlot | LinearSlot | None,
+        slot: DynamicLayer | WindowSlot | SparseSlot | LinearSlot | None,
+        loop: int = 0,
     ) -> Tensor:
-        h_BTd = h_BTd + self.mixer(self.input_layernorm(h_BTd), tokens, slot)
-        return h_BTd + self.mlp(self.post_attention_layernorm(h_BTd))
+        out = self.mixer(self.input_layernorm(h_BTd), tokens, slot, loop)
+        h_BTd = h_BTd + (self.input_layernorm_2(out) if self.input_layernorm_2 else out)
+        out = self.mlp(self.post_attention_layernorm(h_BTd))
+        behind = self.post_attention_layernorm_2
+        return h_BTd + (behind(out) if behind else out)

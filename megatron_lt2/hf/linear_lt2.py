@@ -129,8 +129,13 @@ class LT2LinearMixer(nn.Module):
         self.o_norm = LT2OutputNorm(layout.norm_channels)
         self.o_proj = nn.Linear(layout.heads * layout.head_v_dim, width, bias=False)
 
-    def forward(self, x_BTd: Tensor, tokens: Tokens, slot: LinearSlot | None) -> Tensor:
-        """[B, T, d] -> [B, T, d]; what `slot` holds is replaced by what it is after these."""
+    def forward(
+        self, x_BTd: Tensor, tokens: Tokens, slot: LinearSlot | None, loop: int = 0
+    ) -> Tensor:
+        """[B, T, d] -> [B, T, d]; what `slot` holds is replaced by what it is after these.
+
+        Every loop is the same to a recurrence.
+        """
         layout = self.layout
         if tokens.real is not None:
             x_BTd = x_BTd * tokens.real[..., None].to(x_BTd.dtype)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops.reach import Reach
 from .cache_lt2 import LT2Cache
 
 
@@ -20,14 +21,15 @@ class Tokens(NamedTuple):
     positions: of each token in its row [B or 1, T].
     real: False where a token is padding [B, T]; None: no padding among them.
     rope: cosine and sine for attention layers; None without such layers.
-    full, window: masks of full and of window attention, see `attention_mask_for`.
+    masks: of attention, by window, see `attention_mask_for`.
+    reach: which keys sparse attention may see; None without such layers.
     """
 
     positions: Tensor
     real: Tensor | None = None
     rope: tuple[Tensor, Tensor] | None = None
-    full: Tensor | None = None
-    window: Tensor | None = None
+    masks: dict[int | None, Tensor | None] | None = None
+    reach: Reach | None = None
 
 
 def real_positions(

@@ -1,8 +1,9 @@
 """LT2 models for transformers (arXiv 2605.20670): a stack of layers that runs T times.
 
-h = embed(ids); T times: h = stack(h) + rho_t * h; then the final norm and the head. Positions are
-the same in every loop and no state crosses from one loop to the next, so cached generation keeps
-one cache slot per (loop, layer).
+h = embed(ids); T times: h = stack(h) + rho_t * h; then the final norm and the head. Models like
+Ouro (arXiv 2510.25741) apply that norm at the end of every loop and have an exit gate, see
+exits_lt2.py. Positions are the same in every loop and no state crosses from one loop to the next,
+so cached generation keeps one cache slot per (loop, layer).
 
 Works with `generate` (use_cache on or off), with batches padded on the left (a row gives the same
 numbers as alone), with several tokens after a non-empty cache, and for training (`labels`).
@@ -14,75 +15,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..ops.reach import reach_of_rows
 from ..ops.rope import rope_cos_sin
 from .cache_lt2 import LT2Cache
-from .configuration_lt2 import ATTENTION, LT2Config
-from .layers_lt2 import LT2Block, LT2GateProjection, LT2RMSNorm
-from .linear_lt2 import LT2LinearMixer, LT2OutputNorm, LT2ShortConv
+from .configuration_lt2 import ATTENTION, SPARSE, LT2Config
+from .exits_lt2 import (
+    Exits,
+    LT2CausalLMOutput,
+    LT2ExitGate,
+    LT2ModelOutput,
+    choose_exits,
+    exit_probabilities,
+    take_by_threshold,
+)
+from .layers_lt2 import LT2Block, LT2RMSNorm
+from .linear_lt2 import LT2LinearMixer
 from .masks_lt2 import Tokens, attention_mask_for, real_positions
+from .pretrained_lt2 import LT2PreTrainedModel
 
 # In arguments and outputs: `cache` as of transformers 5.24, `past_key_values` before.
 CACHE_NAME = (
     "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 )
-
-INIT_CUTOFF = 3.0
-
-
-class LT2PreTrainedModel(PreTrainedModel):
-    """What every LT2 model class shares: initial weights and what transformers must know."""
-
-    config_class = LT2Config
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["LT2Block"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
-    _supports_sdpa = True
-    _is_stateful = True
-    # Trained in fp32 in 16-bit models too, and kept so whatever dtype a model is loaded in; the
-    # mixers' own weights are added by LT2Model. transformers reads regular expressions here.
-    _keep_in_fp32_modules_strict: Any = ["loop_residual$"]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the matrices; the first parameter, which transformers looks at, is the fp32 rho."""
-        return self.get_input_embeddings().weight.dtype
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """LT2's initial weights; parameters that came from a checkpoint are left alone."""
-        fresh = {
-            name: parameter
-            for name, parameter in module.named_parameters(recurse=False)
-            if not getattr(parameter, "_is_hf_initialized", False)
-        }
-        if isinstance(module, LT2GateProjection) and "weight" in fresh:
-            module.weight.zero_()
-        elif isinstance(module, nn.Linear | nn.Embedding):
-            if "weight" in fresh:
-                std = module.weight.shape[-1] ** -0.5
-                cutoff = INIT_CUTOFF * std
-                nn.init.trunc_normal_(module.weight, std=std, a=-cutoff, b=cutoff)
-            if "bias" in fresh:
-                fresh["bias"].zero_()
-        elif isinstance(module, LT2RMSNorm | LT2OutputNorm) and "weight" in fresh:
-            module.weight.fill_(1.0)
-        elif isinstance(module, LT2ShortConv):
-            bound = module.weight.shape[-1] ** -0.5
-            for parameter in fresh.values():
-                parameter.uniform_(-bound, bound)
-        elif isinstance(module, LT2LinearMixer):
-            for name, parameter in fresh.items():
-                # Drawn on the CPU: a few numbers, and the same on every device.
-                values = module.layout.weights[name].init(
-                    tuple(parameter.shape), torch.default_generator
-                )
-                parameter.copy_(values)
-        elif isinstance(module, LT2Model) and "loop_residual" in fresh:
-            fresh["loop_residual"].zero_()
 
 
 class LT2Model(LT2PreTrainedModel):
@@ -100,6 +57,7 @@ class LT2Model(LT2PreTrainedModel):
             else None
         )
         self.norm = LT2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.early_exit_gate = LT2ExitGate(config.hidden_size, 1) if config.exit_gate else None
         self.loops = config.loops
         self.gradient_checkpointing = False
         own = {
@@ -122,8 +80,12 @@ class LT2Model(LT2PreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        loops: int | None = None,
+        exit_threshold: float | None = None,
+        exit_step: int | None = None,
+        output_exits: bool | None = None,
         **_: Any,
-    ) -> BaseModelOutputWithPast | tuple:
+    ) -> LT2ModelOutput | tuple:
         """Run the looped stack over T new tokens.
 
         Args:
@@ -135,11 +97,19 @@ class LT2Model(LT2PreTrainedModel):
             use_cache: make a cache if none is given; default: config.use_cache, and False in
                 training.
             output_hidden_states: also return the stream, see below.
+            loops: how often to run the stack; default: config.loops. More than that only without
+                rho.
+            exit_threshold: take for each token the output of the first loop by which it has left
+                with this probability (needs an exit gate); default: config.exit_threshold.
+            exit_step: take the output of this loop, from 1, and run no later one; default:
+                config.exit_step.
+            output_exits: also return the output of every loop and the exit probabilities.
 
         Returns:
             last_hidden_state [B, T, d], the cache, and if asked for loops * layers + 1 hidden
-            states: the embedding and the stream after every layer of every loop (rho included at
-            the end of a loop), the last one normalised.
+            states: the embedding and the stream after every layer of every loop (rho and a norm
+            between loops included at the end of a loop), the last one normalised. See
+            `LT2ModelOutput` for output_exits.
 
         Raises:
             ValueError: inputs that do not fit together or that this model cannot treat exactly.
@@ -149,10 +119,12 @@ class LT2Model(LT2PreTrainedModel):
         if self.config.loops != self.loops:
             raise ValueError(
                 f"the model was built with {self.loops} loops; config.loops was set to "
-                f"{self.config.loops} afterwards; set it before the model is built"
+                f"{self.config.loops} afterwards; set it before the model is built, or give loops "
+                "in the call"
             )
+        exits = choose_exits(self.config, loops, exit_threshold, exit_step, output_exits)
         h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._choose_cache(cache, past_key_values, use_cache)
+        cache = self._choose_cache(cache, past_key_values, use_cache, exits.loops)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         batch, new = h.shape[:2]
@@ -167,44 +139,66 @@ class LT2Model(LT2PreTrainedModel):
                 position_ids = (real_BS.long().cumsum(-1) - 1).clamp(min=0)[:, -new:]
         tokens = self._tokens(position_ids, real_BS, past)
 
-        states = [h]
-        for loop in range(self.loops):
-            loop_input = h
+        streams, outputs = [h], []
+        for loop in range(exits.loops):
+            loop_input, last = h, loop == exits.loops - 1
             for index, layer in enumerate(self.layers):
                 slot = cache.slot(loop, index) if cache is not None else None
-                h = layer(h, tokens, slot)
+                h = layer(h, tokens, slot, loop)
                 if output_hidden_states:
-                    states.append(h)
+                    streams.append(h)
             if self.loop_residual is not None:
+                # More loops than rows are refused above.
                 h = h + self.loop_residual[loop].to(h.dtype) * loop_input
-                states[-1] = h
-        h = self.norm(h)
-        states[-1] = h
-        outputs = BaseModelOutputWithPast(
-            last_hidden_state=h,
-            hidden_states=tuple(states) if output_hidden_states else None,
+            if last or self.config.inter_loop_norm or exits.watches:
+                outputs.append(self.norm(h))
+                h = outputs[-1] if last or self.config.inter_loop_norm else h
+            streams[-1] = h
+        result = LT2ModelOutput(
+            hidden_states=tuple(streams) if output_hidden_states else None,
             **{CACHE_NAME: cache},
+            **self._exit(outputs, exits),
         )
-        return outputs.to_tuple() if _wants_tuple(return_dict, self.config) else outputs
+        return result.to_tuple() if _wants_tuple(return_dict, self.config) else result
+
+    def _exit(self, outputs: list[Tensor], exits: Exits) -> dict[str, Any]:
+        """The output that counts and, if they are wanted, those of all loops."""
+        p = None
+        if self.early_exit_gate is not None and exits.watches:
+            p = exit_probabilities([self.early_exit_gate(state) for state in outputs])
+        chosen = outputs[-1]
+        if exits.threshold is not None:
+            assert p is not None
+            chosen = take_by_threshold(outputs, p, exits.threshold)
+        found: dict[str, Any] = {"last_hidden_state": chosen}
+        if exits.report:
+            found |= {"loop_states": tuple(outputs), "exit_probabilities": p}
+        return found
 
     def _tokens(self, positions: Tensor, real_BS: Tensor | None, past: int) -> Tokens:
         """What the layers need to know about the new tokens, made once for all loops."""
         config, new, device = self.config, positions.shape[-1], positions.device
-        rope = full = window = None
+        rope = reach = None
         if set(config.mixers) & set(ATTENTION):
             rope = rope_cos_sin(positions, config.head_dim, config.rope_theta)
-        if "full" in config.mixers:
-            full = attention_mask_for(real_BS, past, new, device)
-        if "window" in config.mixers:
-            window = attention_mask_for(real_BS, past, new, device, config.window_size)
+        masks = {
+            window: attention_mask_for(real_BS, past, new, device, window)
+            for window in config.attention_windows()
+        }
+        if set(config.mixers) & set(SPARSE):
+            reach = reach_of_rows(real_BS, past, new, device)
         real_BT = None
         # Once padding lies in the past only, the linear mixers need not hear of it.
         if real_BS is not None and not bool(real_BS[:, past:].all()):
             real_BT = real_BS[:, past:]
-        return Tokens(positions, real_BT, rope, full, window)
+        return Tokens(positions, real_BT, rope, masks, reach)
 
     def _choose_cache(
-        self, cache: LT2Cache | None, older_name: LT2Cache | None, use_cache: bool | None
+        self,
+        cache: LT2Cache | None,
+        older_name: LT2Cache | None,
+        use_cache: bool | None,
+        loops: int,
     ) -> LT2Cache | None:
         cache = older_name if cache is None else cache
         if cache is not None and not isinstance(cache, LT2Cache):
@@ -213,11 +207,16 @@ class LT2Model(LT2PreTrainedModel):
                 f"got {type(cache).__name__}; "
                 "leave it out and take the one in the outputs"
             )
+        if cache is not None and cache.loops != loops:
+            raise ValueError(
+                f"the cache is of calls with {cache.loops} loops, this one runs {loops}; give "
+                "every call with a cache the same loops and exit_step"
+            )
         if self.gradient_checkpointing and self.training:
             return None  # recomputing a layer would update its slot twice
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        return LT2Cache(self.config) if cache is None and use_cache else cache
+        return LT2Cache(self.config, loops) if cache is None and use_cache else cache
 
 
 def _wants_tuple(return_dict: bool | None, config: LT2Config) -> bool:
@@ -249,13 +248,18 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        loops: int | None = None,
+        exit_threshold: float | None = None,
+        exit_step: int | None = None,
+        output_exits: bool | None = None,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast | tuple:
+    ) -> LT2CausalLMOutput | tuple:
         """Logits of the next token; arguments as `LT2Model.forward`.
 
         Args:
             labels: [B, T] token ids, -100 where no loss is wanted; shifted here.
             logits_to_keep: only the last this many positions (0: all), or the indices wanted.
+            output_exits: also return the logits of every loop and the exit probabilities.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -267,6 +271,10 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            loops=loops,
+            exit_threshold=exit_threshold,
+            exit_step=exit_step,
+            output_exits=output_exits,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
@@ -275,10 +283,16 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
-        result = CausalLMOutputWithPast(
+        result = LT2CausalLMOutput(
             loss=loss,
             logits=logits,
             hidden_states=outputs.hidden_states,
+            exit_probabilities=outputs.exit_probabilities,
+            loop_logits=(
+                torch.stack([self.lm_head(state[:, keep]) for state in outputs.loop_states])
+                if outputs.loop_states is not None
+                else None
+            ),
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
         )
         return result.to_tuple() if _wants_tuple(return_dict, self.config) else result
@@ -298,4 +312,7 @@ class LT2ForCausalLM(LT2PreTrainedModel, GenerationMixin):
             )
         given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
         if given is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE_NAME] = LT2Cache(self.config)
+            asked = (model_kwargs.get(name) for name in ("loops", "exit_threshold", "exit_step"))
+            model_kwargs[CACHE_NAME] = LT2Cache(
+                self.config, choose_exits(self.config, *asked).loops
+            )

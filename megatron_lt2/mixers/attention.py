@@ -13,6 +13,7 @@ ranks divide them, else, and always with a window, by sending keys and values to
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class CausalCoreAttention(MegatronModule):
 
     Args:
         pg_collection: megatron-core's process groups, of which `cp` is used.
-        window: tokens that a query sees, itself included; None: all so far.
+        windows: tokens that a query sees, itself included, in each loop (the last one in all that
+            follow); None: all so far.
         kernels: "fla" or "torch", for the window.
         Others as megatron-core gives them.
     """
@@ -86,14 +88,15 @@ class CausalCoreAttention(MegatronModule):
         attention_type: str,
         softmax_scale: float | None = None,
         pg_collection: Any = None,
-        window: int | None = None,
+        windows: Sequence[int | None] = (None,),
         kernels: str = "torch",
         **ignored: Any,
     ) -> None:
         super().__init__(config=config)
-        self.softmax_scale, self.window, self.kernels = softmax_scale, window, kernels
+        self.softmax_scale, self.windows, self.kernels = softmax_scale, tuple(windows), kernels
         self.context_group = None if pg_collection is None else pg_collection.cp
-        _check_core(config, window)
+        for window in self.windows:
+            _check_core(config, window)
 
     def forward(
         self,
@@ -107,39 +110,53 @@ class CausalCoreAttention(MegatronModule):
     ) -> Tensor:
         """Attend; documents that `packed_seq_params` bounds do not see each other.
 
-        The mask arguments are megatron-core's and unused: the mask is causal by construction.
+        attention_mask: the number of the loop, see model/looped_block.py; the mask itself is
+        causal by construction, and the other mask arguments are unused.
 
         Raises:
             ValueError: context parallelism without a ShardedSequence.
         """
         assert attention_bias is None, "CausalCoreAttention has no attention bias"
+        window = self.windows[min(loop_number(attention_mask), len(self.windows) - 1)]
         if self.config.context_parallel_size > 1:
             shard = _shard_of(packed_seq_params)
-            return self._sharded(query, key, value, shard, packed_seq_params).flatten(2)
+            return self._sharded(query, key, value, window, shard, packed_seq_params).flatten(2)
         bounds, longest = None, None
         if packed_seq_params is not None:
             bounds, longest = packed_seq_params.cu_seqlens_q, int(packed_seq_params.max_seqlen_q)
         if query.dim() == 3:
             q, k, v = (x.unsqueeze(1) for x in (query, key, value))
-            return self._whole(q, k, v, bounds, longest).squeeze(1).flatten(1)
-        return self._whole(query, key, value, bounds, longest).flatten(2)
+            return self._whole(q, k, v, window, bounds, longest).squeeze(1).flatten(1)
+        return self._whole(query, key, value, window, bounds, longest).flatten(2)
 
     def _sharded(
-        self, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard, packing: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        shard: SequenceShard,
+        packing: Any,
     ) -> Tensor:
         """Attention of this rank's tokens to those of all ranks; q, k, v are [s, b, heads, d]."""
         group = self.context_group
         assert group is not None and group.size() == shard.size and group.rank() == shard.rank
-        if self.window is None and heads_divide(q, k, shard.size):
+        if window is None and heads_divide(q, k, shard.size):
             q, k, v = to_heads(q, k, v, group)
-            return to_tokens(self._whole(q, k, v, shard.bounds, shard.longest), group)
+            return to_tokens(self._whole(q, k, v, None, shard.bounds, shard.longest), group)
         heads = k.shape[2]
-        together = with_earlier_keys(torch.cat([k, v], dim=2), shard, group, self.window)
+        together = with_earlier_keys(torch.cat([k, v], dim=2), shard, group, window)
         k, v = together.split(heads, dim=2)
-        return self._whole(q, k, v, packing.cu_seqlens_q, packing.max_seqlen_q)
+        return self._whole(q, k, v, window, packing.cu_seqlens_q, packing.max_seqlen_q)
 
     def _whole(
-        self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        bounds: Tensor | None,
+        longest: int | None,
     ) -> Tensor:
         """Attention with all keys at hand, [s, b, heads, d] -> the same.
 
@@ -147,20 +164,20 @@ class CausalCoreAttention(MegatronModule):
         """
         if bounds is None:
             q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return self._attend(q, k, v).transpose(0, 1)
+            return self._attend(q, k, v, window).transpose(0, 1)
         assert q.shape[1] == 1 and longest is not None, "packed documents need a batch of one row"
         q, k, v = (x.squeeze(1) for x in (q, k, v))
-        return self._packed(q, k, v, bounds, longest).unsqueeze(1)
+        return self._packed(q, k, v, window, bounds, longest).unsqueeze(1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         """Attention within each row; q, k, v are [b, s, heads, d]."""
         earlier = k.shape[1] - q.shape[1]
-        if self.window is not None:
+        if window is not None:
             return window_attention(
                 q,
                 k,
                 v,
-                self.window,
+                window,
                 backend=self.kernels,
                 scale=self.softmax_scale,
                 earlier=earlier,
@@ -182,15 +199,23 @@ class CausalCoreAttention(MegatronModule):
         )
         return out.transpose(1, 2)
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+    def _packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        bounds: Tensor,
+        longest: int,
+    ) -> Tensor:
         """Attention within each document; q, k, v are [t, heads, d], bounds are the queries'."""
         earlier = len(k) - len(q)
-        if self.window is not None:
+        if window is not None:
             return window_attention(
                 q[None],
                 k[None],
                 v[None],
-                self.window,
+                window,
                 backend=self.kernels,
                 scale=self.softmax_scale,
                 cu_seqlens=bounds,
@@ -206,8 +231,15 @@ class CausalCoreAttention(MegatronModule):
         for start, end in zip(starts[:-1], starts[1:], strict=True):
             first = start + earlier if start else 0
             keys = slice(first, end + earlier)
-            documents.append(self._attend(q[None, start:end], k[None, keys], v[None, keys])[0])
+            documents.append(
+                self._attend(q[None, start:end], k[None, keys], v[None, keys], None)[0]
+            )
         return torch.cat(documents)
+
+
+def loop_number(attention_mask: Tensor | None) -> int:
+    """The loop that a layer runs in, which model/looped_block.py passes as the attention mask."""
+    return 0 if attention_mask is None else int(attention_mask)
 
 
 def _shard_of(packing: PackedSeqParams | None) -> SequenceShard:
@@ -243,8 +275,10 @@ def _check_core(config: Any, window: int | None) -> None:
         )
 
 
-def attention_spec(model: ModelConfig, kernels: str, window: int | None = None) -> ModuleSpec:
-    """The attention layer, limited to the last `window` tokens if given."""
+def attention_spec(
+    model: ModelConfig, kernels: str, windows: Sequence[int | None] = (None,)
+) -> ModuleSpec:
+    """The attention layer, limited to the last `windows[t]` tokens in loop t."""
     return ModuleSpec(
         module=FullAttention,
         params={
@@ -254,7 +288,7 @@ def attention_spec(model: ModelConfig, kernels: str, window: int | None = None) 
         },
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=functools.partial(CausalCoreAttention, window=window, kernels=kernels),
+            core_attention=functools.partial(CausalCoreAttention, windows=windows, kernels=kernels),
             linear_proj=RowParallelLinear,
         ),
     )

@@ -17,8 +17,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -31,16 +29,23 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from megatron_lt2.kernels.conv import causal_conv1d
-from megatron_lt2.kernels.norms import gated_rms_norm, rms_norm
-from megatron_lt2.mixers.linear_parts import OutputNorm, ShortConv, WayUp
+from megatron_lt2.mixers.linear_heads import check_heads, mix_by_heads
+from megatron_lt2.mixers.linear_norm import output_norm
+from megatron_lt2.mixers.linear_parts import (
+    OutputNorm,
+    Products,
+    ShortConv,
+    WayUp,
+    check_splits,
+    group_sections,
+)
 from megatron_lt2.mixers.linear_shards import mix_shard, positions_of, shard_of, span_of
 from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
 from megatron_lt2.mixers.section_keys import split_sections
-from megatron_lt2.ops.norms import activate_gate
 from megatron_lt2.parallel.halo import exchange_halo
 from megatron_lt2.parallel.sectioned_linear import sectioned_linear
 from megatron_lt2.parallel.sequence import SequenceShard
-from megatron_lt2.recurrent.base import Layout, RecurrentMixer, Scan, wide
+from megatron_lt2.recurrent.base import RecurrentMixer, Scan
 
 NARROW = 256
 """A section of fewer rows shares its matrix product with narrow neighbours."""
@@ -48,10 +53,6 @@ NARROW = 256
 MANY_TOKENS = 16384
 """From here on each wide section has a matrix product of its own, so that no kernel behind it has
 to copy its slice; below, the time to launch kernels counts more, and products are shared."""
-
-
-Products = list[tuple[str, ...]]
-"""Sections by name, those of one matrix product together."""
 
 
 class LinearMixer(MegatronModule):
@@ -84,8 +85,11 @@ class LinearMixer(MegatronModule):
         self.pg_collection, self.kernels = groups, kernels
         self.layer_number = layer_number
         self.tp_size = groups.tp.size()
-        _check_splits(layout, self.tp_size)
+        check_splits(layout, self.tp_size)
         self.heads = layout.heads // self.tp_size
+        self.by_heads = getattr(config, "context_exchange", "state") == "heads"
+        if self.by_heads:
+            check_heads(self.heads, groups.cp.size())
         dtype = config.params_dtype
         rows = tuple(layout.rows(name) for name in layout.sections)
         self.in_proj = ColumnParallelLinear(
@@ -98,8 +102,8 @@ class LinearMixer(MegatronModule):
             tp_group=groups.tp,
         )
         declare(self.in_proj.weight, shards=Shards(rows))
-        self.shared_products = _products(layout, narrow=sum(rows) + 1)
-        self.own_products = _products(layout, narrow=NARROW * self.tp_size)
+        self.shared_products = group_sections(layout, narrow=sum(rows) + 1)
+        self.own_products = group_sections(layout, narrow=NARROW * self.tp_size)
         self.conv1d: ShortConv | None = None
         if layout.conv_names:
             conv_rows = tuple(layout.rows(name) for name in layout.conv_names)
@@ -147,10 +151,48 @@ class LinearMixer(MegatronModule):
                 "linear mixers keep no megatron-core inference cache; export the model and "
                 "generate there"
             )
-        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-        group = self.pg_collection.cp
-        shard = shard_of(packed_seq_params, group.size())
-        parts = self._sections(hidden_states, cu_seqlens, shard)
+        shard = shard_of(packed_seq_params, self.pg_collection.cp.size())
+        products, pieces = self._projected(hidden_states)
+        if shard is not None and self.by_heads:
+            mixed, gate = mix_by_heads(self, self._split(products, pieces), shard)
+        else:
+            cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+            mixed, gate = self._mix(products, pieces, cu_seqlens, shard)
+        weight, tp = self.out_norm.weight, self.pg_collection.tp
+        mixed = output_norm(mixed, gate, weight, self.layout, tp, self.kernels)
+        out, _ = self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
+        return out, None
+
+    def _projected(self, x: Tensor) -> tuple[Products, list[Tensor]]:
+        """[s, b, d] -> the matrix products made, each [b, s, rows of its sections]."""
+        gather = self.config.sequence_parallel
+        tokens = x.shape[0] * x.shape[1] * (self.tp_size if gather else 1)
+        products = self.own_products if tokens >= MANY_TOKENS else self.shared_products
+        widths = [sum(self._sizes(names)) for names in products]
+        group = self.pg_collection.tp
+        return products, list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
+
+    def _sizes(self, names: tuple[str, ...]) -> list[int]:
+        """Rows of sections on this rank."""
+        return [self.layout.rows(name) // self.tp_size for name in names]
+
+    def _split(self, products: Products, pieces: list[Tensor]) -> dict[str, Tensor]:
+        """The sections of the matrix products."""
+        parts: dict[str, Tensor] = {}
+        for names, piece in zip(products, pieces, strict=True):
+            parts |= zip(names, torch.split(piece, self._sizes(names), dim=-1), strict=True)
+        return parts
+
+    def _mix(
+        self,
+        products: Products,
+        pieces: list[Tensor],
+        cu_seqlens: Tensor | None,
+        shard: SequenceShard | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output of the recurrence and the gate on it, [b, s, H, V]; changes `pieces`."""
+        self._convolve(pieces, products, cu_seqlens, shard)
+        parts = self._sections(self._split(products, pieces))
         own = {name: getattr(self, name) for name in self.layout.weights}
         first = self.pg_collection.tp.rank() * self.heads
         scan = Scan(self.kernels, slice(first, first + self.heads), cu_seqlens)
@@ -158,30 +200,14 @@ class LinearMixer(MegatronModule):
             mixed, _ = self.recurrent.mix(parts, own, scan)
         else:
             if self.recurrent.reads_positions:
-                scan = replace(scan, positions=positions_of(shard, hidden_states.device))
-            mixed = mix_shard(self.recurrent, parts, own, scan, shard, group)
-        gate = None if self.layout.gate is None else parts[self.layout.gate]
-        mixed = self._norm(mixed, gate)
-        out, _ = self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
-        return out, None
+                scan = replace(scan, positions=positions_of(shard, pieces[0].device))
+            mixed = mix_shard(self.recurrent, parts, own, scan, shard, self.pg_collection.cp)
+        return mixed, None if self.layout.gate is None else parts[self.layout.gate]
 
-    def _sections(
-        self, x: Tensor, cu_seqlens: Tensor | None, shard: SequenceShard | None
-    ) -> dict[str, Tensor]:
-        """[s, b, d] -> the sections as `RecurrentMixer.prepare` takes them."""
-        layout, group = self.layout, self.pg_collection.tp
-        gather = self.config.sequence_parallel
-        tokens = x.shape[0] * x.shape[1] * (self.tp_size if gather else 1)
-        products = self.own_products if tokens >= MANY_TOKENS else self.shared_products
-        rows = {name: layout.rows(name) // self.tp_size for name in layout.sections}
-        widths = [sum(rows[name] for name in names) for names in products]
-        pieces = list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
-        self._convolve(pieces, products, widths, cu_seqlens, shard)
-        parts: dict[str, Tensor] = {}
-        for names, piece in zip(products, pieces, strict=True):
-            sizes = [rows[name] for name in names]
-            parts |= zip(names, torch.split(piece, sizes, dim=-1), strict=True)
-        parts.update(self._gathered({name: parts[name] for name in layout.gathered_names}))
+    def _sections(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sections as `RecurrentMixer.prepare` takes them."""
+        layout = self.layout
+        parts.update(self.gather_sections({name: parts[name] for name in layout.gathered_names}))
         for name, up in self.up.items():
             parts[name] = up(parts[name])
         return {
@@ -193,7 +219,6 @@ class LinearMixer(MegatronModule):
         self,
         pieces: list[Tensor],
         products: Products,
-        widths: list[int],
         cu_seqlens: Tensor | None,
         shard: SequenceShard | None,
     ) -> None:
@@ -202,8 +227,9 @@ class LinearMixer(MegatronModule):
         if conv is None:
             return
         count = sum(self.layout.sections[names[0]].conv for names in products)
-        weights = conv.weight.split(widths[:count])
-        biases = (None,) * count if conv.bias is None else conv.bias.split(widths[:count])
+        widths = [sum(self._sizes(names)) for names in products[:count]]
+        weights = conv.weight.split(widths)
+        biases = (None,) * count if conv.bias is None else conv.bias.split(widths)
         before: list[Tensor | None] = [None] * count
         if shard is not None:
             span = span_of(shard)
@@ -226,7 +252,7 @@ class LinearMixer(MegatronModule):
                 backend=self.kernels,
             )
 
-    def _gathered(self, slices: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather_sections(self, slices: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole sections from the slices that the ranks hold, in one collective."""
         if self.tp_size == 1 or not slices:
             return slices
@@ -237,41 +263,6 @@ class LinearMixer(MegatronModule):
         sizes = [part.shape[-1] for part in slices.values()]
         whole = torch.split(together, sizes, dim=-1)
         return {name: part.flatten(-2) for name, part in zip(slices, whole, strict=True)}
-
-    def _norm(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """Norm and gate of [B, T, H, V]."""
-        layout, tp = self.layout, self.pg_collection.tp
-        if layout.norm == "layer":
-            if self.tp_size > 1:
-                return self._norm_over_ranks(x, gate)
-            heads = x.shape[-2:]
-            x = _norm_one_rank(x.flatten(2), _flat(gate), self.out_norm.weight, self)
-            return x.unflatten(-1, heads)
-        # Each tensor-parallel rank holds other heads, so the gradients of the shared norm weight
-        # are summed.
-        weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, tp)
-        return _norm_one_rank(x, gate, weight, self)
-
-    def _norm_over_ranks(self, x: Tensor, gate: Tensor | None) -> Tensor:
-        """RMS norm over the heads of all ranks: sums of squares travel, one number a token."""
-        layout, tp = self.layout, self.pg_collection.tp
-        dtype, heads = x.dtype, x.shape[-2:]
-        y = wide(x.flatten(2))
-        act = None
-        if gate is not None:
-            act = activate_gate(wide(gate.flatten(2)), layout.gate_activation)
-            if layout.gate_first:
-                y = y * act
-        squares = y.square().sum(-1, keepdim=True)
-        # Every rank uses the sum of all: all-reduce forward, and all-reduce backward.
-        squares = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(squares, tp), tp
-        )
-        y = y * torch.rsqrt(squares / layout.norm_channels + layout.norm_eps)
-        y = y * wide(self.out_norm.weight)
-        if act is not None and not layout.gate_first:
-            y = y * act
-        return y.to(dtype).unflatten(-1, heads)
 
     def sharded_state_dict(
         self,
@@ -325,58 +316,3 @@ class LinearMixer(MegatronModule):
                 local = [layout.rows(name) // self.tp_size for name in names]
                 state[full] = split_sections(state[full], names, local)
         return state
-
-
-def _products(layout: Layout, narrow: int) -> Products:
-    """Which sections share a matrix product: neighbours with fewer than `narrow` rows.
-
-    Either all of them pass through the convolution or none does.
-    """
-    products: Products = []
-    open_group = False
-    for name, section in layout.sections.items():
-        joins = layout.rows(name) < narrow
-        if open_group and joins and layout.sections[products[-1][0]].conv == section.conv:
-            products[-1] += (name,)
-        else:
-            products.append((name,))
-        open_group = joins
-    return products
-
-
-def _check_splits(layout: Layout, ranks: int) -> None:
-    """Refuse a layout that tensor parallelism cannot cut.
-
-    Raises:
-        ValueError: heads, or the rows of a shared section, are no multiple of the ranks.
-    """
-    if layout.heads % ranks:
-        raise ValueError(
-            f"a linear mixer with {layout.heads} heads cannot be split over "
-            f"{ranks} tensor-parallel ranks; choose a divisor of {layout.heads}"
-        )
-    for name in layout.gathered_names:
-        if layout.rows(name) % ranks:
-            raise ValueError(
-                f"the {layout.rows(name)} shared channels of {name} cannot be split over "
-                f"{ranks} tensor-parallel ranks; choose a divisor of {layout.rows(name)}"
-            )
-
-
-def _flat(gate: Tensor | None) -> Tensor | None:
-    return None if gate is None else gate.flatten(2)
-
-
-def _norm_one_rank(x: Tensor, gate: Tensor | None, weight: Tensor, mixer: LinearMixer) -> Tensor:
-    layout = mixer.layout
-    if gate is None:
-        return rms_norm(x, weight, layout.norm_eps, backend=mixer.kernels)
-    return gated_rms_norm(
-        x,
-        gate,
-        weight,
-        layout.norm_eps,
-        activation=layout.gate_activation,
-        gate_first=layout.gate_first,
-        backend=mixer.kernels,
-    )

@@ -29,11 +29,14 @@ def linear_entry(name: str, recurrent: type[RecurrentMixer]) -> MixerEntry:
 
     def heads(model: ModelConfig) -> dict[str, int]:
         layout = mixer(model).layout
-        shared = {
-            f"the shared channels of model.{name} {section}": layout.rows(section)
-            for section in layout.gathered_names
-        }
-        return {f"model.{name}.num_heads": layout.heads, **shared}
+        found = {f"model.{name}.num_heads": layout.heads}
+        for section in layout.gathered_names:
+            # What all heads share: a bottleneck's width, or the groups' channels.
+            setting = f"model.{name}.rank"
+            if layout.sections[section].rank is None:
+                setting = f"model.{name}.groups x model.{name}.head_k_dim"
+            found[setting] = layout.rows(section)
+        return found
 
     def token_flops(model: ModelConfig, length: int) -> float:
         layout = mixer(model).layout

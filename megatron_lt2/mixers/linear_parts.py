@@ -8,6 +8,9 @@ from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
 from megatron_lt2.recurrent.base import Layout
 from megatron_lt2.recurrent.initial import constant, uniform
 
+Products = list[tuple[str, ...]]
+"""Sections by name, those of one matrix product together."""
+
 
 class OutputNorm(nn.Module):
     """Weight of the RMS norm on the recurrence's output: one head's channels, or all heads'."""
@@ -51,3 +54,41 @@ class WayUp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+def group_sections(layout: Layout, narrow: int) -> Products:
+    """Which sections share a matrix product: neighbours with fewer than `narrow` rows.
+
+    Either all of them pass through the convolution or none does.
+    """
+    products: Products = []
+    open_group = False
+    for name, section in layout.sections.items():
+        joins = layout.rows(name) < narrow
+        if open_group and joins and layout.sections[products[-1][0]].conv == section.conv:
+            products[-1] += (name,)
+        else:
+            products.append((name,))
+        open_group = joins
+    return products
+
+
+def check_splits(layout: Layout, ranks: int) -> None:
+    """Refuse a layout that tensor parallelism cannot cut.
+
+    Raises:
+        ValueError: heads, or the rows of a shared section, are no multiple of the ranks.
+    """
+    if layout.heads % ranks:
+        raise ValueError(
+            f"a linear mixer with {layout.heads} heads cannot be split over "
+            f"{ranks} tensor-parallel ranks; choose a divisor of {layout.heads}"
+        )
+    for name in layout.gathered_names:
+        if layout.rows(name) % ranks:
+            rank = layout.sections[name].rank is not None
+            raise ValueError(
+                f"the {layout.rows(name)} channels that all heads share in {name} (the mixer's "
+                f"{'rank' if rank else 'groups x head_k_dim'}) cannot be split over {ranks} "
+                f"tensor-parallel ranks; choose a divisor of {layout.rows(name)}"
+            )

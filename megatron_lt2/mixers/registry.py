@@ -14,6 +14,8 @@ from megatron_lt2.recurrent.names import RECURRENT, recurrent_mixer
 ATTENTION = {
     "full": "megatron_lt2.mixers.attention",
     "window": "megatron_lt2.mixers.window",
+    "nsa": "megatron_lt2.mixers.nsa",
+    "dsa": "megatron_lt2.mixers.dsa",
 }
 
 MIXER_NAMES = (*ATTENTION, *RECURRENT)

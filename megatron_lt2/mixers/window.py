@@ -20,7 +20,7 @@ from megatron_lt2.mixers.entry import MixerEntry
 
 
 def _spec(model: ModelConfig, kernels: str) -> ModuleSpec:
-    return attention_spec(model, kernels, window=model.window.size)
+    return attention_spec(model, kernels, (model.window.size,))
 
 
 def mean_keys(length: int, size: int) -> float:

@@ -23,8 +23,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from megatron_lt2.config.mixers import SPARSE
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import RECURRENT, recurrent_mixer
+from megatron_lt2.ops.sparse_layout import (
+    indexer_rows,
+    key_channels,
+    output_width,
+    sections,
+)
 from megatron_lt2.recurrent.base import Layout, RecurrentMixer
 
 MANY_TOKENS = 16384
@@ -47,6 +54,7 @@ class Share:
     tokens: of all rows, on this rank.
     rows: sequences that a recurrence has a state of (1 for a packed row).
     tensor, sequence, context: the parallel sizes, as in the config.
+    by_heads: linear mixers exchange heads over the context ranks.
     size: bytes of an activation.
     packed: documents are packed in one row.
     """
@@ -58,6 +66,7 @@ class Share:
     context: int = 1
     size: int = 2
     packed: bool = True
+    by_heads: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, size: int) -> "Share":
@@ -72,6 +81,7 @@ class Share:
             context=parallel.context,
             size=size,
             packed=packed,
+            by_heads=parallel.context > 1 and parallel.context_exchange == "heads",
         )
 
     @property
@@ -118,6 +128,8 @@ def layer_bytes(name: str, model: ModelConfig, share: Share) -> float:
     """Kept for the backward pass by one pass of a whole layer with mixer `name`, a token."""
     # Input and output of both norms, and 1 / root mean square.
     norms = 4 * residual_bytes(model, share) + 2 * FLOAT / share.spread
+    if model.norm_mode == "sandwich":  # what is added next keeps nothing, so input only
+        norms += 2 * residual_bytes(model, share) + 2 * FLOAT / share.spread
     # Both halves of the SwiGLU's input, and its output.
     ffn = 3 * model.ffn_width * share.size / share.tensor
     return norms + mixer_bytes(name, model, share) + ffn
@@ -127,6 +139,8 @@ def mixer_bytes(name: str, model: ModelConfig, share: Share) -> float:
     """Kept by the mixer alone; its input is counted in `layer_bytes`."""
     if name in RECURRENT:
         return _linear_bytes(name, model, share)
+    if name in SPARSE:
+        return _sparse_bytes(name, model, share)
     return _attention_bytes(name, model, share)
 
 
@@ -160,6 +174,33 @@ def _attention_bytes(name: str, model: ModelConfig, share: Share) -> float:
         exchanged = 0 if earlier else exchanged
         fused = fused if gated else 0
     return fused + kernel + tables + exchanged + (q if gated else 0)
+
+
+def _sparse_bytes(name: str, model: ModelConfig, share: Share) -> float:
+    """Of `nsa` and `dsa` on plain torch: projections, rotated q and k, and what the branches save.
+
+    Under context parallelism the last rank also holds the keys of all others.
+    """
+    s, size = model.mixer_settings(name), share.size
+    rows = {part: r / share.tensor * size for part, r in sections(name, s).items()}
+    keys = key_channels(name, s) * size  # of a head
+    queries = s.num_heads / share.tensor * keys
+    out = output_width(name, s) / share.tensor * size
+    earlier = share.context - 1.0
+    if name == "nsa":
+        kv = 2 * s.num_kv_heads / share.tensor * keys
+        # Gates before and after the sigmoid; three outputs and their sum.
+        gates = 3 * s.num_heads / share.tensor * (size + FLOAT)
+        return sum(rows.values()) + queries + kv * (1 + earlier) + 4 * out + gates
+    shared = s.kv == "shared"
+    kv = keys + s.latent_dim * size if shared else 2 * s.num_kv_heads / share.tensor * keys
+    if shared and share.tensor > 1:
+        rows["kv"] = keys  # gathered
+    # All ranks hold the whole indexer: its projections, rotated, and their gradients, which are
+    # made with the loss; and the places of the selected keys.
+    indexer = 3 * sum(indexer_rows(s).values()) * size + s.index_dim * size * earlier
+    indexer += s.top_k * FLOAT + (model.hidden_size * size if share.sequence else 0)
+    return sum(rows.values()) + queries + kv * (1 + earlier) + 2 * out + indexer
 
 
 def _linear_bytes(name: str, model: ModelConfig, share: Share) -> float:
@@ -335,6 +376,9 @@ def state_map_bytes(name: str, model: ModelConfig, share: Share) -> float:
 
 def _context_bytes(name: str, layout: Layout, share: Share) -> float:
     """More that a token keeps when earlier tokens lie on other ranks (recurrent/shards.py)."""
+    if share.by_heads:  # every rank convolves what all heads share, of the whole sequence
+        shared = sum(layout.rows(n) for n, s in layout.sections.items() if s.shared)
+        return 2 * (share.context - 1) * shared / share.tensor * share.size
     heads, keys, values = _sizes(layout, share)
     kind = TRANSITIONS.get(name, "matrix")
     if kind == "matrix":  # K more value columns, and the output that carries the queries

@@ -93,7 +93,7 @@ def layer_parameters(name: str, model: ModelConfig) -> int:
         mixer = linear_mixer(name, model).layout.parameters(d)
     else:
         mixer = get_mixer(name).parameters(model)
-    return mixer + 3 * d * model.ffn_width + 2 * d
+    return mixer + 3 * d * model.ffn_width + model.layer_norms * d
 
 
 def stage_parameters(config: RunConfig) -> list[float]:
@@ -114,6 +114,8 @@ def stage_parameters(config: RunConfig) -> list[float]:
     counts[-1] += model.hidden_size
     if model.loop_residual == "per_channel":
         counts[-1] += model.loops * model.hidden_size
+    if model.exit_gate:
+        counts[-1] += model.hidden_size + 1
     return [count / parallel.tensor for count in counts]
 
 
@@ -171,7 +173,10 @@ def _stage_memory(
     kept = passes * one_pass
     if last:
         kept += 2 * stream  # the final norm's input and output
+        if model.inter_loop_norm or model.loss == "exits":
+            kept += (passes - 1) * stream  # one of the two is the next loop's input
     vocabulary = round_up(model.vocab_size, VOCAB_MULTIPLE * parallel.tensor) / parallel.tensor
+    # Of one loop: those of earlier loops are made again when their turn comes (lt2_model.py).
     # 16-bit logits and their fp32 copy, which becomes the softmax in place.
     logits = share.tokens * vocabulary * (size + FLOAT if size == 2 else FLOAT) if last else 0.0
     # A layer in work: what it keeps (again, if recomputed) and the gradient of its widest tensors.
@@ -196,7 +201,7 @@ def _stage_memory(
 
 def _state_bytes(name: str, model: ModelConfig, share: Share) -> float:
     """Kept by one pass of a linear layer for the states that travel, whatever the tokens."""
-    if share.context == 1 or name not in RECURRENT:
+    if share.context == 1 or share.by_heads or name not in RECURRENT:
         return 0.0
     own = share.rows * state_map_bytes(name, model, share)
     if own * share.context <= GATHERED_BYTES:

@@ -2,7 +2,8 @@
 
     h <- embedding;  for t in 0..T-1:  h <- layers(h) + rho_t * h;  h <- norm(h)
 
-rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop.
+rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop. With
+`inter_loop_norm` the norm is applied at the end of every loop, so a loop starts from normed states.
 megatron-core owns the layers, recomputation and quantisation contexts; only the order of the passes
 is ours.
 
@@ -12,10 +13,14 @@ On a pipeline every stage holds some of the layers, and each loop goes through a
     between:   [h, x]                   -> layers -> [h, x]
     last:      [h, x] -> layers -> h_(t+1) = h + rho_t * x  -> stage 0, or norm and head
 
+Layers are told which loop they run in, for masks that differ between loops: as the attention mask,
+which LT2's mixers have no other use for and which recomputation keeps.
+
 The loop's input x travels with the state because rho is needed after the last layer; without rho
 only h does. A stage takes and gives what its neighbours send: see `CarryCommunicator`.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,7 +35,12 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from megatron_lt2.mixers.parameters import declare, new_parameter
+from megatron_lt2.model.exits import ExitGate
 from megatron_lt2.recurrent.initial import constant
+
+Watcher = Callable[[int, Tensor, Tensor], Tensor]
+"""Called at the end of a loop with its number, its normed output and what the next loop starts
+from, both [s, b, d]; returns the latter."""
 
 
 class LoopedTransformerBlock(TransformerBlock):
@@ -39,15 +49,28 @@ class LoopedTransformerBlock(TransformerBlock):
     Args:
         loops: T.
         loop_residual: whether to add rho_t * (input of loop t); rho lies on the last stage.
+        inter_loop_norm: whether the final norm ends every loop.
+        exit_gate: whether the last stage has a gate, which is not called here.
         Others as TransformerBlock.
 
     Attributes:
         carries: whether stages pass on the loop's input beside the state.
     """
 
-    def __init__(self, *args: Any, loops: int, loop_residual: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        loops: int,
+        loop_residual: bool,
+        inter_loop_norm: bool = False,
+        exit_gate: bool = False,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self.loops = loops
+        self.loops, self.inter_loop_norm = loops, inter_loop_norm
+        self.exit_gate = None
+        if exit_gate and self.post_process:
+            self.exit_gate = ExitGate(self.config, self.tp_group)
         self.carries = loop_residual and self.config.pipeline_model_parallel_size > 1
         self.loop_residual = None
         if loop_residual and self.post_process:
@@ -66,6 +89,7 @@ class LoopedTransformerBlock(TransformerBlock):
         packed_seq_params: Any = None,
         loops: int | None = None,
         stage_loop: int | None = None,
+        watch: Watcher | None = None,
     ) -> Tensor:
         """[s, b, d] -> [s, b, d] after `loops` passes (default T) and the final norm.
 
@@ -73,30 +97,42 @@ class LoopedTransformerBlock(TransformerBlock):
         On a pipeline: this stage's part of loop `stage_loop` only, from and to what neighbouring
         stages send: [2s, b, d] with the loop's input if `carries`, but [s, b, d] from the last
         stage to the first; after the last loop the last stage returns the normed [s, b, d].
+        `watch` sees the end of every loop but the last.
         """
         assert hidden_states is not None
-        inputs = (attention_mask, rotary_pos_emb, packed_seq_params)
+        inputs = (rotary_pos_emb, packed_seq_params)
         with self._sequence_parallel_rng(), self._outer_quantisation():
             if stage_loop is not None:
-                h = self._run_stage(stage_loop, hidden_states, *inputs)
+                h = self._run_stage(stage_loop, hidden_states, watch, *inputs)
             else:
                 h = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-                for loop in range(loops or self.loops):
-                    h = self._add_residual(loop, self._run_layers(h, *inputs), h)
-        final = stage_loop is None or stage_loop == self.loops - 1
-        if self.final_layernorm is not None and final:
-            h = self.final_layernorm(h)
+                count = loops or self.loops
+                for loop in range(count):
+                    h = self._add_residual(loop, self._run_layers(h, loop, *inputs), h)
+                    h = self._end_loop(h, loop, loop == count - 1, watch)
         return make_viewless_tensor(inp=h, requires_grad=True, keep_graph=True)
 
-    def _run_stage(self, loop: int, received: Tensor, *inputs: Any) -> Tensor:
+    def _run_stage(
+        self, loop: int, received: Tensor, watch: Watcher | None, *inputs: Any
+    ) -> Tensor:
         """One loop through this stage's layers."""
         h = x = received
         if self.carries and not self.pre_process:
             h, x = received.chunk(2)
-        h = self._run_layers(h, *inputs)
+        h = self._run_layers(h, loop, *inputs)
         if self.post_process:
-            return self._add_residual(loop, h, x)
+            h = self._add_residual(loop, h, x)
+            return self._end_loop(h, loop, loop == self.loops - 1, watch)
         return torch.cat([h, x]) if self.carries else h
+
+    def _end_loop(self, h: Tensor, loop: int, last: bool, watch: Watcher | None) -> Tensor:
+        """What the next loop starts from or, after the last one, the head."""
+        if last or self.inter_loop_norm or watch is not None:
+            normed = h if self.final_layernorm is None else self.final_layernorm(h)
+            h = normed if last or self.inter_loop_norm else h
+            if watch is not None and not last:
+                h = watch(loop, normed, h)
+        return h
 
     def _add_residual(self, loop: int, h: Tensor, loop_input: Tensor) -> Tensor:
         if self.loop_residual is None:
@@ -106,12 +142,12 @@ class LoopedTransformerBlock(TransformerBlock):
     def _run_layers(
         self,
         hidden_states: Tensor,
-        attention_mask: Tensor | None,
+        loop: int,
         rotary_pos_emb: Tensor | None,
         packed_seq_params: Any,
     ) -> Tensor:
         """One pass through the physical layers of this rank."""
-        h = hidden_states
+        h, attention_mask = hidden_states, torch.tensor(loop)
         delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
         inner_fp8 = bool(self.config.fp8) and not delayed
         if self.config.recompute_granularity == "full" and self.training:

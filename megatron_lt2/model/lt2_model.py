@@ -16,8 +16,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lt2.config.schema import ModelConfig
+from megatron_lt2.model.exits import PendingExits, exit_loss
 from megatron_lt2.model.looped_block import LoopedTransformerBlock
 from megatron_lt2.model.specs import block_spec
 
@@ -72,10 +74,17 @@ class LT2Model(GPTModel):
             block_spec(model, kernels, range(first, first + layers[stage])),
             loops=model.loops,
             loop_residual=model.loop_residual == "per_channel",
+            inter_loop_norm=model.inter_loop_norm,
+            exit_gate=model.exit_gate,
             pre_process=pre_process,
             post_process=post_process,
             pg_collection=self.pg_collection,
         )
+        self.exit_entropy = model.exit_entropy if model.loss == "exits" else None
+        self.pending = PendingExits(model.loops)
+        if self.exit_entropy is None and self.decoder.exit_gate is not None:
+            # Nothing of this loss reaches it, and a gradient that never comes would be waited for.
+            self.decoder.exit_gate.requires_grad_(False)
 
     def forward(
         self,
@@ -87,6 +96,7 @@ class LT2Model(GPTModel):
         loops: int | None = None,
         stage_loop: int | None = None,
         received: Tensor | None = None,
+        parts: bool = False,
     ) -> Tensor:
         """Loss of every token, or logits without labels.
 
@@ -99,25 +109,56 @@ class LT2Model(GPTModel):
             loops: passes through the layers, default T.
             stage_loop: on a pipeline, the loop of which this stage does its part.
             received: what the stage before sent; None where the embedding begins.
+            parts: also return what a loss is made of.
 
         Returns:
-            [b, s] fp32 losses with labels; else logits [b, s, padded vocabulary / tensor-parallel
-            ranks]. On a pipeline, before the end of the last loop: what the next stage takes.
+            [b, s] fp32 losses with labels; with `parts` [1, b, s], or [1 + 2 T, b, s] for the loss
+            "exits", see `exit_loss`. Without labels the last loop's logits [b, s, padded
+            vocabulary / tensor-parallel ranks]. On a pipeline, before the end of the last loop:
+            what the next stage takes.
         """
         hidden = received
         if self.pre_process and not stage_loop:
             hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        exits = self.exit_entropy is not None and labels is not None
+        losses: list[Tensor] = []
+        gate_logits: list[Tensor] = []
+
+        def at_loop_end(loop: int, normed: Tensor, h: Tensor) -> Tensor:
+            assert labels is not None
+            loss, gate_logit = self._exit(normed, labels)
+            if stage_loop is not None:
+                return self.pending.defer(loop, h, loss, gate_logit)
+            losses.append(loss)
+            gate_logits.append(gate_logit)
+            return h
+
+        watch = at_loop_end if exits and self.post_process else None
         hidden = self.decoder(
             hidden,
             rotary_pos_emb=self._rotary(position_ids, packed_seq_params),
             packed_seq_params=packed_seq_params,
             loops=loops,
             stage_loop=stage_loop,
+            watch=watch,
         )
         if stage_loop is not None and not (
             self.post_process and stage_loop == self.decoder.loops - 1
         ):
             return hidden
+        if labels is None:
+            return self._logits(hidden).transpose(0, 1).contiguous()
+        final = self._token_losses(hidden, labels)
+        if self.exit_entropy is None:
+            return final[None] if parts else final
+        if stage_loop is not None:
+            losses, gate_logits = self.pending.collect()
+        losses.append(final)
+        found = exit_loss(losses, gate_logits, self.exit_entropy)
+        return found if parts else found[0]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[s, b, d] to logits [s, b, this rank's rows of the vocabulary]."""
         weight = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -125,9 +166,25 @@ class LT2Model(GPTModel):
         )
         logits, _ = self.output_layer(hidden, weight=weight)
         self._silence_padding(logits)
-        if labels is None:
-            return logits.transpose(0, 1).contiguous()
-        return self.compute_language_model_loss(labels, logits)
+        return logits
+
+    def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Cross entropies [b, s]."""
+        losses: Tensor = self.compute_language_model_loss(labels, self._logits(hidden))
+        return losses
+
+    def _exit(self, normed: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropies and the gate's logits [b, s] of a loop before the last.
+
+        The logits over the vocabulary are made again in the backward pass: kept, those of all loops
+        would be alive at once.
+        """
+        losses = checkpoint(
+            self._token_losses, normed, labels, use_reentrant=False, preserve_rng_state=False
+        )
+        gate = self.decoder.exit_gate
+        assert gate is not None, "config/checks.py refuses this loss without a gate"
+        return losses, gate(normed)
 
     def _rotary(self, position_ids: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Rotary angles [s, 1, 1, head_dim]; looked up by position where documents are packed or a

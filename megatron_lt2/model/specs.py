@@ -5,6 +5,7 @@ per-layer list that a layer pattern describes.
 """
 
 import functools
+from collections.abc import Sequence
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -14,24 +15,37 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_lt2.config.schema import ModelConfig
+from megatron_lt2.mixers.attention import attention_spec
 from megatron_lt2.mixers.norm import RMSNorm
 from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
-from megatron_lt2.model.pattern import expand_pattern
+from megatron_lt2.model.pattern import MASKS, expand_pattern, loop_windows
+from megatron_lt2.model.sandwich import SandwichLayer
 
 
-def layer_spec(mixer: str, model: ModelConfig, kernels: str = "torch") -> ModuleSpec:
-    """One pre-norm LT2 layer: norm, mixer, add, norm, SwiGLU, add.
+def layer_spec(
+    mixer: str,
+    model: ModelConfig,
+    kernels: str = "torch",
+    windows: Sequence[int | None] | None = None,
+) -> ModuleSpec:
+    """One LT2 layer: norm, mixer, add, norm, SwiGLU, add; `model.norm_mode` may put norms before
+    the adds too.
 
     Args:
         mixer: a name from mixers/registry.py.
         model: geometry of the mixers.
         kernels: "fla" or "torch", see kernels/backend.py.
+        windows: of an attention layer whose window differs between loops, one for each loop.
     """
+    if windows is None:
+        attention = get_mixer(mixer).spec(model, kernels)
+    else:
+        attention = attention_spec(model, kernels, windows)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SandwichLayer if model.norm_mode == "sandwich" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=get_mixer(mixer).spec(model, kernels),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=functools.partial(
@@ -54,6 +68,13 @@ def block_spec(
     """
     names = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
     wanted = range(len(names)) if layers is None else layers
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(names[i], model, kernels) for i in wanted], layer_norm=RMSNorm
+    by_loop = loop_windows(
+        model.pattern, model.num_layers, model.loops, model.window.size, MIXER_NAMES
     )
+
+    def spec(i: int) -> ModuleSpec:
+        scheduled = by_loop is not None and names[i] in MASKS
+        windows = [windows[i] for windows in by_loop or ()] if scheduled else None
+        return layer_spec(names[i], model, kernels, windows)
+
+    return TransformerBlockSubmodules(layer_specs=[spec(i) for i in wanted], layer_norm=RMSNorm)

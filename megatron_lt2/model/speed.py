@@ -148,7 +148,8 @@ def layer_seconds(name: str, config: RunConfig, share: Share, machine: Machine) 
     out = {"matrix products": factor * 2 * matrices * per_rank / machine.matrix}
     if linear is not None:
         operations, layout = linear.flops(), linear.layout
-        if share.context > 1 and TRANSITIONS.get(name, "matrix") == "matrix":
+        by_state = share.context > 1 and not share.by_heads
+        if by_state and TRANSITIONS.get(name, "matrix") == "matrix":
             # The kernel carries K more value columns (recurrent/shards.py).
             operations *= 1 + layout.head_k_dim / layout.head_v_dim
         rate = RECURRENCE_SHARE * machine.matrix
@@ -179,9 +180,13 @@ def _stage_parts(
             parts[kind] = parts.get(kind, 0.0) + model.loops * seconds
     if last:
         tokens = share.tokens / share.tensor
+        # Forward once and backward twice as much; all heads but the last are run again.
+        heads = model.heads_run
+        runs = (3 * heads + heads - 1) / 3
         head = 6 * model.vocab_size * model.hidden_size * tokens / machine.matrix
-        parts["matrix products"] += head
-        parts["memory traffic"] += HEAD_TRAFFIC * model.vocab_size * tokens / machine.memory
+        parts["matrix products"] += runs * head
+        moved = HEAD_TRAFFIC * model.vocab_size * tokens
+        parts["memory traffic"] += runs * moved / machine.memory
     passes = len(names) * model.loops
     launches = passes * LAUNCH_S * (4 / 3 if recomputes(config) else 1)
     parts["host"] = max(0.0, launches - sum(parts.values())) + passes * GAP_S

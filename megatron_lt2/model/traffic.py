@@ -2,8 +2,8 @@
 
 An all-gather or a reduce-scatter of N bytes over n ranks sends (n - 1) / n N, an all-reduce twice
 that, an all-to-all (n - 1) / n of what the rank holds, an all-gather of what each rank has of b
-bytes (n - 1) b. Only "data" traffic is once a step; the rest is for every micro-batch, loop and
-layer.
+bytes (n - 1) b. "data" traffic is once a step; the rest is for every micro-batch, loop and layer.
+tests/distributed/test_traffic.py holds all of it against the calls that ranks make.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_lt2.config.mixers import SPARSE
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import RECURRENT
 from megatron_lt2.model.activations import (
@@ -29,15 +30,17 @@ from megatron_lt2.model.cost import (
     stages,
     value_bytes,
 )
+from megatron_lt2.ops.sparse_layout import key_channels, sections
+from megatron_lt2.recurrent.base import Layout
 
 
 @dataclass(frozen=True)
 class Transfer:
     """Something that a rank sends again and again.
 
-    kind: "tensor", "halo", "state", "attention", "pipeline", "gradients" or "parameters".
+    kind: "tensor", "halo", "state", "heads", "attention", "pipeline", "gradients" or "parameters".
     group: "tensor", "context", "pipeline" or "data" (all ranks that share weights).
-    bytes: sent by a rank in a step, forward and backward.
+    bytes: sent in a step, forward and backward, each time by the rank that sends most.
     messages: collectives or sends in a step.
     ranks: of the group.
     """
@@ -47,6 +50,10 @@ class Transfer:
     bytes: float
     messages: float
     ranks: int
+
+
+QUERIES = 128
+"""As in ops/gathered.py."""
 
 
 def _collective(size: float, ranks: int) -> float:
@@ -60,7 +67,7 @@ def transfers(config: RunConfig, world_size: int) -> list[Transfer]:
     replicas, micro_batches = data_parallel(config, world_size)
     found: list[Transfer] = []
     if parallel.tensor > 1:
-        found.append(_times(_tensor(config, share), micro_batches))
+        found.append(_tensor(config, share, micro_batches))
     if parallel.context > 1:
         found += [_times(t, micro_batches) for t in _context(config, share)]
     if parallel.pipeline > 1:
@@ -82,13 +89,13 @@ def _times(one: Transfer, count: float) -> Transfer:
     return Transfer(one.kind, one.group, one.bytes * count, one.messages * count, one.ranks)
 
 
-def _tensor(config: RunConfig, share: Share) -> Transfer:
-    """Of one micro-batch, of the last stage if that has the head.
+def _tensor(config: RunConfig, share: Share, micro_batches: int) -> Transfer:
+    """Of the last stage if that has the head.
 
     Forward: the output of mixer and FFN is all-reduced, or reduce-scattered and gathered again
     behind the next norm, which is as much. Backward the same; under sequence parallelism each
-    projection's input is gathered once more for the weight's gradient. Recomputation repeats the
-    forward part.
+    projection's input is gathered once more for the weight's gradient, and the gradients of norms
+    are summed once a step. Recomputation repeats the forward part.
     """
     model, ranks, size = config.model, config.parallel.tensor, share.size
     whole = share.tokens * model.hidden_size * size
@@ -102,21 +109,67 @@ def _tensor(config: RunConfig, share: Share) -> Transfer:
         sent = messages = 0.0
         for name, layers in Counter(names).items():
             extra, count = _shared_sections(name, model, share)
-            sent += layers * (again * (forward + extra) + backward + extra)
+            norm, calls_norm = _norm_gradient(name, model, share)
+            sent += layers * (again * (forward + extra) + backward + extra + norm)
             messages += layers * (again * (calls_forward + count) + calls_backward + count)
+            messages += layers * calls_norm
         if sent >= total:
             total, calls = sent * model.loops, messages * model.loops
-    # Embedding out, head in and their gradients; the loss exchanges three numbers a token.
-    total += 4 * _collective(whole, ranks) + 2 * 3 * _collective(share.tokens * FLOAT, ranks)
-    return Transfer("tensor", "tensor", total, calls + 7, ranks)
+    # Embedding out, heads in and their gradients; a loss exchanges three numbers a token. All heads
+    # but the last are run again in the backward pass.
+    heads, losses = model.heads_run, 2 * model.heads_run - 1
+    ends, calls_ends = 2 + 2 * heads, 1 + heads
+    number = _collective(share.tokens * FLOAT, ranks)
+    if share.sequence:
+        ends = calls_ends = 2 + 3 * heads + (heads - 1)
+        total += (heads - 1) * number  # the gate's logits
+        calls += heads - 1
+    total += ends * _collective(whole, ranks) + 2 * 3 * losses * number
+    total, calls = total * micro_batches, (calls + calls_ends + 3 * losses) * micro_batches
+    if share.sequence:
+        total += 2 * _collective(_norm_numbers(config) * FLOAT, ranks)
+        calls += 1
+    return Transfer("tensor", "tensor", total, calls, ranks)
+
+
+def _norm_numbers(config: RunConfig) -> float:
+    """Parameters of the last stage that sequence-parallel ranks have in common."""
+    model, layers = config.model, len(stages(config)[-1])
+    numbers = layers * model.layer_norms + 1
+    if model.loop_residual == "per_channel":
+        numbers += model.loops
+    return numbers * model.hidden_size + (model.hidden_size + 1 if model.loss == "exits" else 0)
+
+
+def _norm_gradient(name: str, model: ModelConfig, share: Share) -> tuple[float, int]:
+    """Bytes and collectives of one backward pass for a norm's weight that all heads share."""
+    if name not in RECURRENT or linear_mixer(name, model).layout.norm != "head":
+        return 0.0, 0
+    channels = linear_mixer(name, model).layout.norm_channels
+    return 2 * _collective(channels * share.size, share.tensor), 1
 
 
 def _shared_sections(name: str, model: ModelConfig, share: Share) -> tuple[float, int]:
-    """Bytes and collectives, one way, of what all heads of a linear mixer share."""
+    """Bytes and collectives, one way, of what all heads of a mixer share."""
+    if name in SPARSE:
+        s = model.mixer_settings(name)
+        rows = sections(name, s).get("kv", 0)
+        sent, calls = _collective(share.tokens * rows * share.size, share.tensor), int(rows > 0)
+        if name == "dsa":
+            # One way only, so half of each here: attention's weights summed over all heads, and the
+            # indexer's input.
+            sent += _collective(share.tokens * s.top_k * FLOAT, share.tensor)
+            calls += math.ceil(share.tokens / QUERIES / 2)
+            if share.sequence:
+                sent += _collective(share.tokens * model.hidden_size * share.size, share.tensor) / 2
+        return sent, calls
     if name not in RECURRENT:
         return 0.0, 0
     layout = linear_mixer(name, model).layout
     rows = sum(map(layout.rows, layout.gathered_names))
+    if share.by_heads:  # of the whole sequence
+        shared = (n for n, s in layout.sections.items() if s.shared)
+        rows += (share.context - 1) * sum(map(layout.rows, shared))
     sent = _collective(share.tokens * rows * share.size, share.tensor)
     calls = int(rows > 0)
     if layout.norm == "layer":  # one sum of squares a token, all-reduced
@@ -130,7 +183,8 @@ def _context(config: RunConfig, share: Share) -> Iterator[Transfer]:
     model, ranks = config.model, config.parallel.context
     # Forward and backward; the forward part again if recomputed.
     passes = model.loops * (3 if recomputes(config) else 2)
-    sums: dict[str, list[float]] = {kind: [0.0, 0.0] for kind in ("halo", "state", "attention")}
+    kinds = ("halo", "state", "heads", "attention")
+    sums: dict[str, list[float]] = {kind: [0.0, 0.0] for kind in kinds}
     for names in stages(config):
         stage = {kind: [0.0, 0.0] for kind in sums}
         for name, layers in Counter(names).items():
@@ -147,6 +201,8 @@ def _layer_context(name: str, config: RunConfig, share: Share) -> dict[str, tupl
     model, ranks, size = config.model, share.context, share.size
     if name in RECURRENT:
         layout = linear_mixer(name, model).layout
+        if share.by_heads:
+            return {"heads": (_heads_bytes(layout, share), 2.0)}
         conv = sum(map(layout.rows, layout.conv_names)) / share.tensor
         halo = share.rows * max(0, layout.conv_size - 1) * conv * size
         own = share.rows * state_map_bytes(name, model, share)
@@ -156,6 +212,16 @@ def _layer_context(name: str, config: RunConfig, share: Share) -> dict[str, tupl
             steps = 1 + math.ceil(math.log2(ranks))
             state = (own * steps, float(steps))
         return {"halo": (halo, float(conv > 0)), "state": state}
+    if name in SPARSE:
+        # Keys and values to the ranks behind; of `dsa` the indexer's keys too, as a third message.
+        s = model.mixer_settings(name)
+        channels = key_channels(name, s)
+        numbers = 2 * s.num_kv_heads / share.tensor * channels
+        if name == "dsa":
+            numbers = channels + s.latent_dim if s.kv == "shared" else numbers
+            numbers += s.index_dim
+        sent = share.tokens * (ranks - 1) * numbers * size
+        return {"attention": (sent, 3.0 if name == "dsa" else 2.0)}
     channels = model.attention_head_dim
     q, kv = model.num_heads / share.tensor, model.kv_heads / share.tensor
     if name == "full" and exchanges_heads(model, share.tensor, ranks):
@@ -167,6 +233,18 @@ def _layer_context(name: str, config: RunConfig, share: Share) -> dict[str, tupl
         rows = config.training.micro_batch_size
         keys = min(keys, rows * (model.window.size - 1))
     return {"attention": (keys * 2 * kv * channels * size, 1.0)}
+
+
+def _heads_bytes(layout: Layout, share: Share) -> float:
+    """To the heads: all sections but the gate, those that heads share to every rank; and back: the
+    output."""
+    there = float(layout.heads * layout.head_v_dim)
+    for name, section in layout.sections.items():
+        if section.shared:
+            there += layout.rows(name) * share.context
+        elif name != layout.gate:
+            there += layout.width(name)
+    return _collective(share.tokens * there / share.tensor * share.size, share.context)
 
 
 def _pipeline(config: RunConfig, share: Share) -> Transfer:

@@ -55,6 +55,8 @@ def install() -> None:
 def _quiet_imports() -> None:
     """megatron-core warns of every absent optional package; the run's log says it once."""
     warnings.filterwarnings("ignore", module=r"megatron\.core.*")
+    # When Python compiles its files, the module is known by path only.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*/megatron/core/.*")
     # megatron-core 0.19.2 uses names that torch renames, and looks at .grad of tensors without one.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*` is deprecated")
     warnings.filterwarnings(

@@ -5,7 +5,6 @@ the step. With neither, this is one rank that talks to nobody.
 """
 
 import os
-import socket
 from dataclasses import dataclass
 
 import torch
@@ -65,11 +64,9 @@ def start_ranks(parallel: ParallelConfig, seed: int) -> RankInfo:
         if info.world_size > 1:
             dist.init_process_group(platform.backend(), rank=info.rank, world_size=info.world_size)
         else:
+            # A store in memory: no port to find free and lose to another process.
             dist.init_process_group(
-                platform.backend(),
-                init_method=f"tcp://127.0.0.1:{_free_port()}",
-                rank=0,
-                world_size=1,
+                platform.backend(), store=dist.HashStore(), rank=0, world_size=1
             )
     build_groups(parallel, seed)
     return info
@@ -96,12 +93,6 @@ def first_rank_says(text: str) -> str:
     said = [text]
     dist.broadcast_object_list(said, src=0)
     return said[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def stop_ranks() -> None:

@@ -127,7 +127,7 @@ def shard_map(recurrence: Recurrence, scan: Scan, span: Span) -> ShardMap:
     if kind is None:
         raise ValueError(
             f"the kernel {recurrence.kernel.__name__} has no state map in recurrent/shards.py; "
-            "add one or set parallel.context 1"
+            "add one, or set parallel.context_exchange heads or parallel.context 1"
         )
     return kind(recurrence, scan, span)
 

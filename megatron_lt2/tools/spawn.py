@@ -2,13 +2,15 @@
 
     python -m megatron_lt2.tools.spawn --nproc 2 -- -m megatron_lt2.train --config FILE
 
-What torchrun does for one machine, with three differences that a run depends on:
+What torchrun does for one machine, with four differences that a run depends on:
 
 - The exit code is the ranks' own. Under torchrun every non-zero code becomes 1 behind a traceback,
   so that 75 ("saved, go on") and 2 ("a setting is wrong") cannot be told from a crash.
 - SIGUSR1, SIGTERM and the first Ctrl-C all reach the ranks as SIGUSR1 ("finish the step, save,
   exit"), and the ranks get the time they need; torchrun kills them 30 s after SIGTERM. A second
   Ctrl-C ends them at once.
+- A rank that fails is named at once, also one that was killed and could say nothing, and the others
+  are ended half a minute later at most.
 - When this process dies, the kernel ends the ranks (Linux), so that a killed run leaves nobody who
   still writes into its folder.
 
@@ -20,6 +22,7 @@ import argparse
 import contextlib
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -114,6 +117,9 @@ def _shared_environment(nproc: int) -> dict[str, str]:
         **os.environ,
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(nproc),
+        # For the ranks' record of how they were started.
+        "LT2_SPAWNED": f"{os.path.basename(sys.executable)} -m megatron_lt2.tools.spawn "
+        f"--nproc {nproc} --",
         "LOCAL_WORLD_SIZE": str(nproc),
     }
 
@@ -144,16 +150,52 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], repeat_at: list[float]) -> i
         failed = next((r.returncode for r in ranks if r.returncode), 0)
         if failed and not result:
             result, deadline = failed, time.monotonic() + GRACE_S
+            _name_failed(ranks)
         if time.monotonic() > deadline:
             _send(running, urge)
             deadline, urge = time.monotonic() + GRACE_S, signal.SIGKILL
         if time.monotonic() > repeat_at[0]:
             _send(running, signal.SIGUSR1)
             repeat_at[0] = time.monotonic() + REPEAT_S
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            running[0].wait(timeout=0.2)
-    result = result or next((r.returncode for r in ranks if r.returncode), 0)
+        _wait_for_any(running, 0.2)
+    if not result:
+        result = next((r.returncode for r in ranks if r.returncode), 0)
+        _name_failed(ranks)
     return result if result >= 0 else 128 - result
+
+
+def _wait_for_any(running: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until one of them ends, so that a failure is told before the others fail for it."""
+    if not hasattr(os, "pidfd_open"):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running[0].wait(timeout=seconds)
+        return
+    with contextlib.ExitStack() as stack:
+        handles = []
+        for rank in running:
+            with contextlib.suppress(ProcessLookupError):
+                handles.append(os.pidfd_open(rank.pid))
+                stack.callback(os.close, handles[-1])
+        select.select(handles, [], [], seconds)
+
+
+QUIET = (0, 2, 75)
+"""Codes that need no word more: done; a refusal, which was told; saved and left."""
+
+
+def _name_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Say which ranks have failed so far, and how, before the rest fails because of them."""
+    done = [number for number, rank in enumerate(ranks) if rank.returncode == 0]
+    others = f"; the others get {GRACE_S:.0f} s to end" if len(ranks) > 1 else ""
+    if done:  # one that leaves too early makes the others fail
+        others += f"; with exit code 0 ended before: {', '.join(map(str, done))}"
+    for number, rank in enumerate(ranks):
+        code = rank.returncode
+        if code is None or code in QUIET:
+            continue
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        # Written in one piece: the ranks share this output.
+        os.write(2, f"rank {number} ended with {how}{others}\n".encode())
 
 
 if __name__ == "__main__":

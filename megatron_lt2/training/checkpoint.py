@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,14 @@ from megatron_lt2.config.load import load_saved, to_yaml
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.orphans import die_with_parent
 from megatron_lt2.training import checkpoint_files as files
-from megatron_lt2.training import resume
+from megatron_lt2.training import initial_weights, resume
+from megatron_lt2.training.checkpoint_write import attempt, finalize, first_problem, room_problem
+from megatron_lt2.training.environment import job_note
 from megatron_lt2.training.metrics import RunLog
 from megatron_lt2.training.optimizer_state import finish_load, keeping_padding, prepare_for_load
 from megatron_lt2.training.setup import TrainingParts
 
+HELPERS_IGNORE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
@@ -49,6 +52,7 @@ class Checkpointer:
         parts: what is saved.
         log: where events are reported.
         data: checksums of the token files, to notice when others lie there on resume.
+        progress: what the loop itself wants to have kept.
     """
 
     def __init__(
@@ -57,25 +61,52 @@ class Checkpointer:
         parts: TrainingParts,
         log: RunLog,
         data: tuple[str, ...] = (),
+        progress: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.config, self.parts, self.log = config, parts, log
         self.data = list(data)
         self.folder = Path(config.run_dir) / "checkpoints"
         self._queue = AsyncCallsQueue()
+        self._began = 0.0
         self.saved_step: int | None = None
+        self.started_from: dict[str, Any] | None = None
+        """Whose weights the run began with."""
+        self.size = 0
+        """Bytes of the newest checkpoint that this process wrote or read; 0: none yet."""
+        self.progress = progress
+        self.loaded_progress: Mapping[str, Any] = {}
 
-    def save(self, step: int, *, background: bool) -> None:
-        """Save the state after `step` steps; with `background`, write it behind training."""
+    def save(self, step: int, *, background: bool) -> bool:
+        """Save the state after `step` steps; with `background`, write it behind training.
+
+        A disk that is full ends nothing: the half checkpoint goes, the older ones stay, and the
+        next interval tries again. In the background nothing waits for a slow disk either: while
+        the last checkpoint is still being written, this one is left out.
+
+        Returns:
+            Whether it is saved, or with `background` on its way.
+        """
+        self.finish_pending(blocking=not background)
         if step == self.saved_step:
-            return
-        self.finish_pending(blocking=True)
-        started = time.monotonic()
+            return True
+        if background and self._queue.get_num_unfinalized_calls():
+            self.log.event(
+                "checkpoint_late",
+                f"warning: no checkpoint at step {step}: the last one is still being written after "
+                f"{time.monotonic() - self._began:.0f} s; a larger checkpoint.interval or a faster "
+                "disk",
+                step=step,
+            )
+            return False
+        started = self._began = time.monotonic()
         temporary = self.folder / (files.folder_name(step) + ".tmp")
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            (temporary / "run_config.yaml").write_text(to_yaml(self.config))
-        dist.barrier()
+        problem = attempt(lambda: self._begin(temporary)) if dist.get_rank() == 0 else None
+        if problem is None and dist.get_rank() == 0:
+            problem = room_problem(temporary, self.size)
+        problem = first_problem(problem)
+        if problem is not None:
+            self._give_up(step, temporary, problem)
+            return False
         _start_results_queue()
         request = dist_checkpointing.save(
             self._state(step, loading=False),
@@ -85,26 +116,55 @@ class Checkpointer:
         )
         facts = self._facts(step)
 
-        def publish() -> None:
-            if dist.get_rank() == 0:
-                final = files.publish(temporary, step, facts)
-                removed = files.prune(self.folder, self.config.checkpoint.keep)
-                self.log.event(
-                    "checkpoint",
-                    f"checkpoint {final.name} is durable ({time.monotonic() - started:.1f} s)"
-                    + (f", removed {', '.join(removed)}" if removed else ""),
-                    step=step,
-                    seconds=time.monotonic() - started,
-                )
-            dist.barrier()
+        steps = list(request.finalize_fns)
 
-        request.add_finalize_fn(publish)
+        def publish() -> None:
+            problem = finalize(steps)
+            if problem is None and dist.get_rank() == 0:
+                problem = attempt(lambda: self._publish(temporary, step, facts, started))
+            problem = first_problem(problem)
+            if problem is not None:
+                self._give_up(step, temporary, problem)
+
+        self.saved_step = step
+        request = _ending_with_this_process(request)._replace(finalize_fns=[publish])
+        # In the foreground too: the writing process tells of a full disk, an own write would raise
+        # on one rank only.
+        self._queue.schedule_async_request(request)
         if background:
-            self._queue.schedule_async_request(_ending_with_this_process(request))
             self.log.say(f"checkpoint {files.folder_name(step)} is being written")
         else:
-            request.execute_sync()
-        self.saved_step = step
+            self.finish_pending(blocking=True)
+        return self.saved_step == step
+
+    def _begin(self, temporary: Path) -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / "run_config.yaml").write_text(to_yaml(self.config))
+
+    def _publish(self, temporary: Path, step: int, facts: dict[str, Any], started: float) -> None:
+        final = files.publish(temporary, step, facts)
+        self.size = sum(files.read_manifest(final)["files"].values())
+        removed = files.prune(self.folder, self.config.checkpoint.keep)
+        self.log.event(
+            "checkpoint",
+            f"checkpoint {final.name} is durable ({time.monotonic() - started:.1f} s)"
+            + (f", removed {', '.join(removed)}" if removed else ""),
+            step=step,
+            seconds=time.monotonic() - started,
+        )
+
+    def _give_up(self, step: int, temporary: Path, problem: str) -> None:
+        """Away with half a checkpoint; the run goes on and says so loudly."""
+        self.saved_step = None
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.log.event(
+            "checkpoint_failed",
+            f"WARNING: NO CHECKPOINT at step {step}: {problem}. Training goes on, earlier "
+            "checkpoints are intact, and the next interval tries again",
+            step=step,
+        )
 
     def finish_pending(self, *, blocking: bool) -> None:
         """Publish a background checkpoint whose files are written; with `blocking`, wait for it."""
@@ -115,33 +175,51 @@ class Checkpointer:
         self.finish_pending(blocking=True)
         self._queue.close()
 
-    def load_newest(self) -> int:
+    def load_newest(self, *, tidy: bool = True) -> int:
         """Restore the newest complete checkpoint of the run; returns its step, 0 without one.
+
+        Args:
+            tidy: remove what a killed run left behind; not while another run may be writing.
 
         Raises:
             ConfigError: it belongs to another model.
         """
-        folder = self._choose()
+        folder = self._choose(tidy)
         if folder is None:
-            self.log.event("start", "starting from scratch", step=0)
+            self.start()
             return 0
         manifest = files.read_manifest(folder)
+        self.started_from = manifest.get("init_from")
         self._check_same_run(folder, manifest)
         self._load(folder, manifest)
         step = int(manifest["step"])
         self.saved_step = step
+        self.size = sum(manifest["files"].values())
         self.log.event(
             "start",
-            f"resuming at step {step}, {manifest['tokens']:,} tokens, from {folder.name}",
+            f"resuming at step {step}, {manifest['tokens']:,} tokens, from {folder.name}"
+            + job_note(),
             step=step,
         )
         return step
 
-    def _choose(self) -> Path | None:
+    def start(self) -> None:
+        """Begin at step 0, with the weights of `checkpoint.init_from` if it is set.
+
+        Raises:
+            ConfigError: no checkpoint is there, or it belongs to another model.
+        """
+        message = "starting from scratch"
+        if self.config.checkpoint.init_from is not None:
+            self.started_from = initial_weights.take_over(self.config, self.parts, METADATA)
+            message = "starting from the weights of {from}, step {step}".format(**self.started_from)
+        self.log.event("start", message + job_note(), step=0)
+
+    def _choose(self, tidy: bool) -> Path | None:
         """The newest complete checkpoint as rank 0 sees it; tidies up after a kill."""
         chosen: list[Path | None] = [None]
         if dist.get_rank() == 0:
-            for name in files.remove_leftovers(self.folder):
+            for name in files.remove_leftovers(self.folder) if tidy else []:
                 self.log.say(f"removed {name}, which an interrupted run left behind")
             good, bad = files.complete_checkpoints(self.folder)
             for complaint in bad:
@@ -163,6 +241,11 @@ class Checkpointer:
             )
 
     def _check_same_run(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if manifest.get("weights_only"):
+            raise ConfigError(
+                f"{folder}: holds weights only, so no run can go on from it; name it in "
+                "checkpoint.init_from and choose another run_dir"
+            )
         saved = load_saved(folder / "run_config.yaml")
         complaint = resume.refusal(saved, self.config)
         dtype = str(self.parts.dtype)
@@ -193,6 +276,7 @@ class Checkpointer:
         settings = self.config.optimizer
         finish_load(self.parts.optimizer, betas=settings.betas, eps=settings.eps)
         self.parts.scheduler.load_state_dict(state["scheduler"])
+        self.loaded_progress = state.get("progress", {})
         if same_layout:
             _restore_rng(state["rng"])
 
@@ -213,6 +297,7 @@ class Checkpointer:
             "layout": self._layout(),
             "data": self.data,
             "dtype": str(self.parts.dtype),
+            **({"init_from": self.started_from} if self.started_from else {}),
             "time": time.time(),
             "versions": {
                 "megatron_lt2": megatron_lt2.__version__,
@@ -240,6 +325,7 @@ class Checkpointer:
             "scheduler": self.parts.scheduler.state_dict(),
             "rng": ShardedObject("rng", _rng_state(), (world,), (rank,)),
             "step": step,
+            "progress": dict(self.progress()),
         }
 
 
@@ -247,13 +333,18 @@ def _start_results_queue() -> None:
     """megatron-core 0.19.2 starts this process itself, but it would outlive a killed rank."""
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(initializer=_start_as_helper, initargs=(os.getpid(),))
+        # It inherits the mask, so a signal that comes before it ignores them does not end it.
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, HELPERS_IGNORE)
+        try:
+            manager.start(initializer=_start_as_helper, initargs=(os.getpid(),))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         filesystem_async._results_queue = manager.Queue()
 
 
 def _start_as_helper(parent: int) -> None:
     """Slurm signals every process of a step; only the rank itself decides when to stop."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in HELPERS_IGNORE:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
 

@@ -1,5 +1,6 @@
 """What a run stood on: versions, device, git commit, the variables that steer it."""
 
+import os
 import platform as host_platform
 import subprocess
 from collections.abc import Mapping
@@ -48,6 +49,12 @@ def describe_environment(variables: Mapping[str, str]) -> str:
         if name.startswith(STEERING):
             lines.append(f"{name}={variables[name]}")
     return "\n".join(lines) + "\n"
+
+
+def job_note() -> str:
+    """Which Slurm job this is and how often it was started again; empty elsewhere."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"; job {job}, restart {os.environ.get('SLURM_RESTART_COUNT') or 0}" if job else ""
 
 
 def apex_note() -> str | None:

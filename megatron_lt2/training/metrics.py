@@ -4,8 +4,10 @@ Only rank 0 writes; on the other ranks every call is a no-op.
 """
 
 import json
+import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,6 +29,8 @@ class RunLog:
         self._file: TextIO | None = None
         self._board: Any = None
         self._bar: Any = None
+        self._said_full = False
+        self._board_folder: Path | None = None
         if not active:
             return
         folder = Path(run_dir)
@@ -34,10 +38,16 @@ class RunLog:
         path = folder / "metrics.jsonl"
         _cut_half_line(path)
         self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
+        self._board_folder = folder / "tensorboard" if tensorboard else None
+
+    def _scalar(self, name: str, value: float, step: int) -> None:
+        """A number for TensorBoard, whose file begins with the first one."""
+        if self._board is None and self._board_folder is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = SummaryWriter(str(self._board_folder))
+        if self._board is not None:
+            self._board.add_scalar(name, value, step)
 
     def start_bar(self, step: int) -> None:
         """Show a live bar below the log lines, on a terminal only."""
@@ -60,14 +70,28 @@ class RunLog:
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
         else:
-            print(text, flush=True)
+            with suppress(OSError):  # a full disk under a job's output
+                print(text, flush=True)
 
     def record(self, kind: str, step: int, **values: Any) -> None:
         """One record in metrics.jsonl, flushed."""
         if self._file is not None:
-            line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
-            self._file.write(json.dumps(line) + "\n")
+            facts = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+            line = {n: None if _is_no_number(v) else v for n, v in facts.items()}
+            self._write(json.dumps(line) + "\n")
+
+    def _write(self, text: str) -> None:
+        """A full disk ends no run: what could not be written comes with the next record."""
+        assert self._file is not None
+        try:
+            self._file.write(text)
             self._file.flush()
+        except OSError as error:
+            if not self._said_full:
+                self.say(f"WARNING: metrics.jsonl cannot be written: {error.strerror}")
+            self._said_full = True
+        else:
+            self._said_full = False
 
     def event(self, kind: str, text: str, *, step: int, **values: Any) -> None:
         """A console line and a record of the same event."""
@@ -79,8 +103,8 @@ class RunLog:
         self.record("train", step, **values)
         self.say(console_line(step, self.total_steps, values))
         for name, value in values.items():
-            if self._board is not None and value is not None:
-                self._board.add_scalar(_board_name(name), value, step)
+            if value is not None:
+                self._scalar(_board_name(name), value, step)
 
     def evaluation(self, step: int, loss: float, unigram: float | None) -> None:
         """Report a validation loss."""
@@ -90,17 +114,23 @@ class RunLog:
             side = "below" if loss <= unigram else "above"
             below = f", {abs(unigram - loss):.3f} {side} the unigram entropy {unigram:.4f}"
         self.say(f"step {step}: validation loss {loss:.4f}{below}")
-        if self._board is not None:
-            self._board.add_scalar("train/validation_loss", loss, step)
+        self._scalar("train/validation_loss", loss, step)
 
     def close(self) -> None:
         """Flush and close everything."""
         if self._bar is not None:
             self._bar.close()
-        if self._board is not None:
-            self._board.close()
-        if self._file is not None:
-            self._file.close()
+        with suppress(OSError):
+            if self._board is not None:
+                self._board.close()
+        with suppress(OSError):
+            if self._file is not None:
+                self._file.close()
+
+
+def _is_no_number(value: Any) -> bool:
+    """JSON has no NaN and no infinity."""
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def console_line(step: int, total: int, values: dict[str, float | None]) -> str:
@@ -133,6 +163,9 @@ def _duration(seconds: float) -> str:
     return f"{hours}h{m:02d}m" if hours else f"{m}m{s:02d}s"
 
 
+BY_LOOP = ("loss_loop_", "exit_share_", "indexer_", "selected_")
+
+
 def _board_name(name: str) -> str:
     group = {
         "loss": "train",
@@ -141,7 +174,7 @@ def _board_name(name: str) -> str:
         "tokens": "train",
         "memory_gb": "memory",
         "data_wait_s": "data",
-    }.get(name, "perf")
+    }.get(name, "train" if name.startswith(BY_LOOP) else "perf")
     return f"{group}/{name}"
 
 

@@ -22,7 +22,7 @@ REFUSED = (
     "optimizer.weight_decay",
     "parallel.distributed_optimizer",
 )
-TOLD = ("data.weights", "data.split")
+TOLD = ("data.weights", "data.split", "data.shuffle_buffer")
 
 
 def refusal(saved: RunConfig, now: RunConfig) -> str | None:

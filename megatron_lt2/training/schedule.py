@@ -12,20 +12,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, Par
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.model.core_config import passthrough
 
-OWNED = {
-    "lr": "optimizer.lr",
-    "min_lr": "optimizer.min_lr",
-    "weight_decay": "optimizer.weight_decay",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_eps": "optimizer.eps",
-    "clip_grad": "optimizer.clip_grad",
-    "bf16": "precision.dtype",
-    "params_dtype": "precision.dtype",
-    "use_distributed_optimizer": "parallel.distributed_optimizer",
-    "overlap_param_gather": "parallel.overlap_param_gather",
-}
-
 
 def check_optimizer_fields(config: RunConfig) -> dict[str, Any]:
     """The fields given under `megatron.optimizer`.
@@ -33,7 +19,7 @@ def check_optimizer_fields(config: RunConfig) -> dict[str, Any]:
     Raises:
         ValueError: one is unknown, or owned by the schema.
     """
-    return passthrough(config.megatron.optimizer, CoreOptimizerConfig, "optimizer", OWNED)
+    return passthrough(config.megatron.optimizer, CoreOptimizerConfig, "optimizer")
 
 
 def peak_and_final_lr(config: RunConfig) -> tuple[float, float]:

@@ -23,12 +23,6 @@ from megatron_lt2.training.schedule import (
     check_optimizer_fields,
 )
 
-DDP_OWNED = {
-    "use_distributed_optimizer": "parallel.distributed_optimizer",
-    "overlap_grad_reduce": "parallel.overlap_grad_reduce",
-    "overlap_param_gather": "parallel.overlap_param_gather",
-}
-
 
 @dataclass
 class TrainingParts:
@@ -85,9 +79,7 @@ def build_parts(config: RunConfig) -> TrainingParts:
         raise ConfigError(str(error)) from error
     try:
         core = transformer_config(config, on_gpu)
-        ddp_fields = passthrough(
-            config.megatron.ddp, DistributedDataParallelConfig, "ddp", DDP_OWNED
-        )
+        ddp_fields = passthrough(config.megatron.ddp, DistributedDataParallelConfig, "ddp")
         check_optimizer_fields(config)
         model: Any = LT2Model(
             core,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +14,24 @@ from torch import Tensor
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.data.batch import Batch, make_batch
 from megatron_lt2.parallel import platform
+from megatron_lt2.training.indexers import prepare_step
 from megatron_lt2.training.setup import TrainingParts
 
 
 @dataclass
 class StepResult:
-    """What one optimizer step did. loss_sum and tokens are this rank's share, 0 but on the last
-    pipeline stage."""
+    """What one optimizer step did. loss_sum, tokens and exit_sums are this rank's share, 0 but on
+    the last pipeline stage.
+
+    exit_sums: of the loss "exits", sums over tokens of each loop's cross entropy, then of each
+        loop's exit probability [2 T]; else empty.
+    """
 
     loss_sum: Tensor
     tokens: Tensor
     grad_norm: float
     applied: bool
+    exit_sums: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class DataFeed:
@@ -66,36 +72,84 @@ def forward_step(feed: DataFeed, model: Any) -> tuple[Tensor, Callable[[Tensor],
     """megatron-core's forward step: losses of a micro-batch, and how to reduce them."""
     batch = next(feed)
     losses = model(
-        batch.tokens, batch.positions, labels=batch.labels, packed_seq_params=batch.packing
+        batch.tokens,
+        batch.positions,
+        labels=batch.labels,
+        packed_seq_params=batch.packing,
+        parts=True,
     )
 
     def reduce(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        total = (losses.float() * batch.loss_mask).sum()
+        sums = (losses.float() * batch.loss_mask).sum((-2, -1))
         tokens = batch.loss_mask.sum().to(torch.int)
-        # The schedule scales the returned loss in place, so what is reported is a copy.
-        return total, tokens, {"loss": torch.stack([total.detach().clone(), tokens.float()])}
+        # The schedule scales the returned loss in place and frees it, so it is a copy.
+        return sums[0].clone(), tokens, {"sums": torch.cat([sums.detach(), tokens.float()[None]])}
 
     return losses, reduce
 
 
-def train_step(config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int) -> StepResult:
-    """`count` micro-batches forward and backward, one optimizer step, one schedule step."""
+def train_step(
+    config: RunConfig,
+    parts: TrainingParts,
+    feed: Any,
+    count: int,
+    accepts: Callable[[Tensor], bool] | None = None,
+) -> StepResult:
+    """`count` micro-batches forward and backward, one optimizer step, one schedule step.
+
+    Args:
+        config: of the run.
+        parts: what is trained.
+        feed: yields this rank's micro-batches.
+        count: micro-batches.
+        accepts: is given `_run_schedule`'s sums; where it says no, the optimizer step is left out.
+    """
+    prepare_step(config, parts.model, int(parts.scheduler.num_steps))
+    sums = run_backward(config, parts, feed, count)
+    parts.lr = float(parts.optimizer.param_groups[0]["lr"])
+    applied, grad_norm = False, 0.0
+    if accepts is None or accepts(sums):
+        applied, grad_norm, _ = parts.optimizer.step()
+    parts.scheduler.step(1)
+    return StepResult(sums[0], sums[-1], float(grad_norm or 0.0), bool(applied), sums[1:-1])
+
+
+def run_backward(config: RunConfig, parts: TrainingParts, feed: Any, count: int) -> Tensor:
+    """Fresh gradients of `count` micro-batches, reduced over the ranks; `_run_schedule`'s sums."""
     parts.ddp.zero_grad_buffer()
     parts.optimizer.zero_grad()
-    loss_sum, tokens = _run_schedule(config, parts, feed, count, forward_only=False)
-    parts.lr = float(parts.optimizer.param_groups[0]["lr"])
-    applied, grad_norm, _ = parts.optimizer.step()
-    parts.scheduler.step(1)
-    return StepResult(loss_sum, tokens, float(grad_norm or 0.0), bool(applied))
+    return _run_schedule(config, parts, feed, count, forward_only=False)
+
+
+@torch.no_grad()
+def evaluate_batch(config: RunConfig, parts: TrainingParts, feed: Any, count: int) -> Tensor:
+    """`_run_schedule`'s sums over `count` micro-batches, forward only; the caller sets the mode."""
+    return _run_schedule(config, parts, feed, count, forward_only=True)
 
 
 @torch.no_grad()
 def evaluate(config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int) -> float:
     """Mean loss a token over `count` micro-batches a rank, over all ranks, in nats."""
     parts.ddp.eval()
-    loss_sum, tokens = _run_schedule(config, parts, feed, count, forward_only=True)
+    sums = _run_schedule(config, parts, feed, count, forward_only=True)
     parts.ddp.train()
-    return mean_over_ranks(loss_sum, tokens)
+    return mean_over_ranks(sums[0], sums[-1])
+
+
+def exit_means(exit_sums: Tensor | float, tokens: Tensor) -> dict[str, float]:
+    """Mean cross entropy of each loop and mean exit probabilities, over all ranks, by the name of
+    the metric; nothing of another loss or of no step. A collective call."""
+    if not isinstance(exit_sums, Tensor) or not len(exit_sums):
+        return {}
+    everything = torch.cat([exit_sums.double(), tokens.double()[None]])
+    dist.all_reduce(
+        everything, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    dist.all_reduce(everything, group=parallel_state.get_pipeline_model_parallel_group())
+    means = (everything[:-1] / everything[-1]).tolist()
+    loops = range(1, len(exit_sums) // 2 + 1)
+    names = [f"loss_loop_{t}" for t in loops] + [f"exit_share_{t}" for t in loops]
+    return dict(zip(names, means, strict=True))
 
 
 def mean_over_ranks(loss_sum: Tensor, tokens: Tensor) -> float:
@@ -110,8 +164,10 @@ def mean_over_ranks(loss_sum: Tensor, tokens: Tensor) -> float:
 
 
 def _run_schedule(
-    config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int, *, forward_only: bool
-) -> tuple[Tensor, Tensor]:
+    config: RunConfig, parts: TrainingParts, feed: Any, count: int, *, forward_only: bool
+) -> Tensor:
+    """Sums over this rank's tokens, zeros but on the last pipeline stage: of the loss, of what it
+    is made of (`StepResult.exit_sums`), and their number."""
     rows, length = config.training.micro_batch_size, config.data.sequence_length
     if parts.pipeline is None:
         reports = get_forward_backward_func()(
@@ -134,7 +190,6 @@ def _run_schedule(
             forward_only=forward_only,
         )
     if not reports:
-        nothing = torch.zeros((), dtype=torch.double, device=platform.device())
-        return nothing, nothing
-    stacked = torch.stack([report["loss"] for report in reports]).double().sum(0)
-    return stacked[0], stacked[1]
+        numbers = 2 + (2 * config.model.loops if config.model.loss == "exits" else 0)
+        return torch.zeros(numbers, dtype=torch.double, device=platform.device())
+    return torch.stack([report["sums"] for report in reports]).double().sum(0)

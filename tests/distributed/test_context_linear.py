@@ -269,7 +269,7 @@ def test_a_model_equals_one_rank(isolate):
             assert error < 1e-3, f"{name}: relative error {error:.1e}"
 
 
-def _traffic(rank, world, lengths):
+def _traffic(rank, world, lengths, parallel=PLAIN):
     """By case and length: the collectives of a forward and of a backward pass."""
     import torch
 
@@ -277,7 +277,7 @@ def _traffic(rank, world, lengths):
 
     results = {}
     for case in CASES:
-        config, layer = _layer(case, replace(PLAIN, context=world))
+        config, layer = _layer(case, replace(parallel, context=world))
         for length in lengths:
             # Eight documents a rank: their number makes no difference either.
             bounds = torch.arange(0, length + 1, length // 16, dtype=torch.int32)

@@ -1,5 +1,6 @@
 """Data, tensor and sequence parallelism equal one rank: loss, gradients, weights after steps."""
 
+import importlib
 from dataclasses import replace
 
 import numpy as np
@@ -72,6 +73,27 @@ def test_layout_equals_single_rank(single_rank, name):
         for key, gradient in gradients.items():
             error = np.abs(gradient - expected[key]).max() / np.abs(expected[key]).max()
             assert error < 2e-5, f"{key}: relative gradient error {error:.1e}"
+
+
+def _without_the_sum_of_norms(rank, world, config):
+    """Gradients where ranks with parts of a sequence keep their own share of a norm's gradient."""
+    # A function of this name hides the module in its package.
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    name = "_allreduce_non_tensor_model_parallel_grads"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, lambda *args, **kwargs: None)
+        return _loss_and_gradients(rank, world, config)
+
+
+def test_a_missing_sum_of_norm_gradients_is_seen(single_rank):
+    world, parallel = LAYOUTS["tp2 with sequence parallelism"]
+    config = replace(tiny_config(), parallel=parallel)
+    _, gradients = run_ranks(world, _without_the_sum_of_norms, config)[0]
+    for key, expected in single_rank[1].items():
+        error = np.abs(gradients[key] - expected).max() / np.abs(expected).max()
+        # These are whole on every rank, and each has seen half of the tokens.
+        affected = key.endswith(("layernorm.weight", "loop_residual"))
+        assert (error > 1e-2) == affected, f"{key}: relative error {error:.1e}"
 
 
 def test_untied_unpacked_and_larger_micro_batch_equal_too():

@@ -27,6 +27,8 @@ VARIANTS = {
     "deltanet gated": ("deltanet", {"output_gate": True, "allow_neg_eigval": True}),
     "linear normalised": ("linear", {"normalize": True}),
     "mlstm uncapped": ("mlstm", {"gate_cap": None}),
+    "dsa grouped": ("dsa", {"kv": "grouped", "num_kv_heads": 2}),
+    "dsa dense": ("dsa", {"dense_steps": 100}),
 }
 CASES = {**{name: (name, {}) for name in MIXER_NAMES}, **VARIANTS}
 
@@ -148,7 +150,7 @@ def single_layers():
 
 
 def _assert_equal_layers(expected, ranks):
-    assert len(expected) == len(RECURRENT) + len(VARIANTS)
+    assert len(expected) == sum(mixer in RECURRENT for mixer, _ in CASES.values())
     for rank in ranks:
         for case, tensors in expected.items():
             assert rank[case].keys() == tensors.keys()

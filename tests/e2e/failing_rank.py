@@ -1,6 +1,7 @@
-"""The trainer, but rank 1 raises at its fifth micro-batch; run by test_pipeline_runs.py."""
+"""The trainer, but rank 1 fails at its fifth micro-batch, in the way that FAILURE names."""
 
 import os
+import signal
 import sys
 
 from megatron_lt2.parallel import platform
@@ -15,6 +16,11 @@ read_next, reads = DataFeed.__next__, []
 def failing_read(self):
     reads.append(None)
     if os.environ["RANK"] == "1" and len(reads) == 5:
+        way = os.environ.get("FAILURE", "raise")
+        if way == "exit":
+            os._exit(7)
+        if way == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
         raise RuntimeError("a worm in the tape")
     return read_next(self)
 

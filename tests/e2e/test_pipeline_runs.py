@@ -38,14 +38,29 @@ def test_two_halves_are_a_whole(whole, config, tmp_path):
     assert_same_run(run, whole)
 
 
-def test_a_rank_that_raises_ends_the_run_with_its_traceback_first(config, tmp_path):
+def _with_a_failing_rank(config, run):
     argv = [sys.executable, "-m", "megatron_lt2.tools.spawn", "--nproc", "2", "--"]
     argv += ["-m", "tests.e2e.failing_rank", *map(str, (*config, *STAGES))]
+    return call([*argv, "--run_dir", str(run)], timeout=120)
+
+
+@pytest.mark.parametrize(
+    "way, code, how", [("exit", 7, "exit code 7"), ("kill", 128 + 9, "signal 9 (Killed)")]
+)
+def test_a_rank_that_dies_in_silence_is_named_first(config, tmp_path, monkeypatch, way, code, how):
+    monkeypatch.setenv("FAILURE", way)
     started = time.monotonic()
-    ended = call([*argv, "--run_dir", str(tmp_path / "run")], timeout=120)
-    ended.expect(1)
+    ended = _with_a_failing_rank(config, tmp_path / "run").expect(code)
+    named = ended.err.index(f"rank 1 ended with {how}; the others get 15 s to end")
+    assert "rank 0 failed" not in ended.err[:named]
+    assert time.monotonic() - started < 60 + 40  # of which 40 to start
+
+
+def test_a_rank_that_raises_ends_the_run_with_its_traceback_first(config, tmp_path):
+    started = time.monotonic()
+    ended = _with_a_failing_rank(config, tmp_path / "run").expect(1)
     first = ended.err.index("Traceback")
-    assert "rank 1 failed:" in ended.err[:first]
+    assert "rank 1 failed" in ended.err[:first]
     second = ended.err.find("Traceback", first + 1)
     shown = ended.err[first : second if second > 0 else None]
     assert "RuntimeError: a worm in the tape" in shown
