@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_prep.readers import InputError, Source, find_inputs, read_batches
+from data_prep.inputs import InputError, Source, find_inputs
+from data_prep.readers import Fields, read_batches
 from data_prep.records import document_texts
 from megatron_lt2.atomic import sha256_file, write_json_atomic, write_text_atomic
 from megatron_lt2.data.tokenizer import tokenizer_config
@@ -64,8 +65,9 @@ def _texts(sources: list[Source], text_key: str) -> Iterator[str]:
         InputError: a file is broken, or there is no text at all.
     """
     empty = True
-    for batch in read_batches(sources, text_key):
-        for _, text in document_texts(batch, text_key):
+    fields = Fields(text_key)
+    for batch in read_batches(sources, fields):
+        for _, text in document_texts(batch, fields):
             empty = empty and not text.strip()
             yield text
     if empty:

@@ -31,14 +31,18 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def run_tool(work: Callable[[], None]) -> int:
-    """Run a tool's work; the exit code.
+SKIPPED = 3
+"""Exit code of a run that finished and left out faulty input, as it was told to."""
+
+
+def run_tool(work: Callable[[], int | None]) -> int:
+    """Run a tool's work; the exit code, which the work may choose.
 
     Bad input, an unwritable disk and a missing package become one line on stderr.
     """
     try:
         with _sigterm_raises():
-            work()
+            return work() or 0
     except KeyboardInterrupt:
         print("interrupted; nothing was left under a final name", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -59,7 +63,6 @@ def run_tool(work: Callable[[], None]) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return USER_FAULT
-    return 0
 
 
 class Progress:
@@ -72,6 +75,7 @@ class Progress:
     def __init__(self, total_bytes: int) -> None:
         self._total = max(1, total_bytes)
         self._start = self._last = time.monotonic()
+        self._first_bytes = self._text = self._first_documents = 0
         self._bar: Any = None
         if sys.stderr.isatty():
             import tqdm
@@ -90,19 +94,38 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def update(self, bytes_read: int, documents: int, tokens: int) -> None:
-        """Report totals so far."""
+    def begin(self, bytes_read: int, documents: int = 0) -> None:
+        """Say what an earlier run has done already: it does not count for the speed."""
+        self._first_bytes, self._first_documents = bytes_read, documents
+        self._start = self._last = time.monotonic()
         if self._bar is not None:
-            self._bar.set_postfix_str(f"{documents} documents, {tokens / 1e6:.1f}M tokens", False)
+            self._bar.update(bytes_read)
+
+    def update(self, bytes_read: int, documents: int, tokens: int, text_bytes: int) -> None:
+        """Report totals so far, and the text of one batch."""
+        self._text += text_bytes
+        now = time.monotonic()
+        seconds = max(now - self._start, 1e-9)
+        rate = (documents - self._first_documents) / seconds
+        speed = f"{rate:,.0f} documents/s, {self._text / seconds / 1e6:.1f} MB/s"
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{tokens / 1e6:.1f}M tokens, {speed}", False)
             self._bar.update(bytes_read - self._bar.n)
             return
-        now = time.monotonic()
         if now - self._last >= SECONDS_BETWEEN_LINES:
             self._last = now
+            new = max(1, bytes_read - self._first_bytes)
+            left = seconds * max(0, self._total - bytes_read) / new
             print(
                 f"tokenize: {100 * bytes_read / self._total:.0f} % of the input, {documents} "
-                f"documents, {tokens / 1e6:.1f}M tokens, "
-                f"{tokens / (now - self._start):,.0f} tokens/s",
+                f"documents, {tokens / 1e6:.1f}M tokens, {speed}, "
+                f"{tokens / seconds:,.0f} tokens/s, {_clock(left)} left",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _clock(seconds: float) -> str:
+    """h:mm:ss."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -13,92 +13,17 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 
-import numpy as np
-
-from data_prep.readers import Batch, InputError
-from data_prep.records import document_texts
-from data_prep.writer import MAX_LENGTH, dtype_for
-from megatron_lt2.data.tokenizer import Tokenizer, load_tokenizer
+from data_prep.encoding import Encoder, Job, Result
+from data_prep.inputs import InputError
+from data_prep.readers import Batch
+from megatron_lt2.data.tokenizer import Tokenizer
 
 BATCHES_PER_WORKER = 3
 """Batches in flight for each process: enough to keep it busy, and little memory."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every worker needs to know."""
-
-    tokenizer_path: str
-    tokenizer_sha256: str
-    text_key: str
-    append_eod: bool
-
-
-@dataclass
-class Result:
-    """Tokens of one batch."""
-
-    source_index: int
-    data: bytes = b""
-    """Token ids of all documents, in the dtype of the tokenizer."""
-    lengths: list[int] = field(default_factory=list)
-    skipped_empty: int = 0
-    with_eos_inside: int = 0
-    """Documents whose own text contains the EOS token."""
-    text_bytes: int = 0
-
-
-class Encoder:
-    """Turns batches into results in this process."""
-
-    def __init__(self, job: Job, tokenizer: Tokenizer | None = None) -> None:
-        self.job = job
-        self.tokenizer = tokenizer or load_tokenizer(job.tokenizer_path)
-        if self.tokenizer.sha256 != job.tokenizer_sha256:
-            raise InputError(f"{job.tokenizer_path}: changed while this was running")
-        self.dtype = np.dtype(dtype_for(self.tokenizer.vocab_size)).newbyteorder("<")
-
-    def __call__(self, batch: Batch) -> Result:
-        """Parse and tokenize one batch.
-
-        Raises:
-            InputError: see `document_texts`; also a token id outside the vocabulary, or a document
-                of more tokens than an index can count.
-        """
-        result = Result(batch.source_index)
-        lines, texts = [], []
-        for line, text in document_texts(batch, self.job.text_key):
-            if text.strip():
-                lines.append(line)
-                texts.append(text)
-            else:
-                result.skipped_empty += 1
-        pieces = []
-        eos_id = self.tokenizer.eos_id
-        for line, ids in zip(lines, self.tokenizer.encode_batch(texts), strict=True):
-            if not ids:  # a normalizer may leave nothing of a text
-                result.skipped_empty += 1
-                continue
-            document = np.empty(len(ids) + self.job.append_eod, dtype=np.int64)
-            document[: len(ids)] = ids
-            if self.job.append_eod:
-                document[-1] = eos_id
-            if document.max() >= self.tokenizer.vocab_size or document.min() < 0:
-                raise InputError(
-                    f"{batch.path}:{line}: token id {document.max()} is outside the vocabulary "
-                    f"of {self.tokenizer.vocab_size}"
-                )
-            if len(document) > MAX_LENGTH:
-                raise InputError(f"{batch.path}:{line}: a document of {len(document)} tokens")
-            result.with_eos_inside += bool((document[: len(ids)] == eos_id).any())
-            pieces.append(document.astype(self.dtype).tobytes())
-            result.lengths.append(len(document))
-        result.data = b"".join(pieces)
-        result.text_bytes = sum(map(len, texts))
-        return result
+BYTES_IN_FLIGHT = 1 << 26
+"""Beyond this much text in flight no more is read, but for one batch."""
 
 
 _job: Job | None = None
@@ -160,7 +85,7 @@ def encode_all(
     """
     # Parallel within a batch as well would only let processes compete for the same cores.
     # PYTHONSAFEPATH keeps the current folder, which may hold a tokenize.py, off a worker's path.
-    with _environment(TOKENIZERS_PARALLELISM="false", PYTHONSAFEPATH="1"):
+    with _environment(TOKENIZERS_PARALLELISM="false", RAYON_NUM_THREADS="1", PYTHONSAFEPATH="1"):
         if workers == 1:
             yield from map(Encoder(job, tokenizer), batches)
             return
@@ -176,7 +101,8 @@ def encode_all(
 
 
 def _in_order(pool: ProcessPoolExecutor, batches: Iterator[Batch], window: int) -> Iterator[Result]:
-    pending: deque[Future[Result]] = deque()
+    pending: deque[tuple[Future[Result], int]] = deque()
+    in_flight = 0
     reading_fault: InputError | None = None
     while reading_fault is None:
         try:
@@ -187,10 +113,16 @@ def _in_order(pool: ProcessPoolExecutor, batches: Iterator[Batch], window: int) 
             break
         if batch is None:
             break
-        pending.append(pool.submit(_work, batch))
-        if len(pending) >= window:
-            yield pending.popleft().result()
+        size = sum(len(record or b"") for record in batch.records)
+        pending.append((pool.submit(_work, batch), size))
+        in_flight += size
+        del batch
+        while len(pending) >= window or (in_flight > BYTES_IN_FLIGHT and len(pending) > 1):
+            future, size = pending.popleft()
+            in_flight -= size
+            yield future.result()
+            del future
     while pending:
-        yield pending.popleft().result()
+        yield pending.popleft()[0].result()
     if reading_fault is not None:
         raise reading_fault

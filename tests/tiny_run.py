@@ -6,7 +6,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_lt2.config.mixers import GDNConfig, GLAConfig, KDAConfig, Mamba2Config, WindowConfig
+from megatron_lt2.config.mixers import (
+    DSAConfig,
+    GDNConfig,
+    GLAConfig,
+    KDAConfig,
+    Mamba2Config,
+    NSAConfig,
+    WindowConfig,
+)
 from megatron_lt2.config.schema import (
     DataConfig,
     ModelConfig,
@@ -32,6 +40,11 @@ def tiny_config(**changes: Any) -> RunConfig:
             pattern="gdn+full",
             loops=2,
             window=WindowConfig(size=5),
+            nsa=NSAConfig(num_kv_heads=2, block_size=2, selected_blocks=4, window=4),
+            dsa=DSAConfig(
+                **{"latent_dim": 10, "rope_dim": 6, "top_k": 4, "dense_steps": 0},
+                **{"index_heads": 3, "index_dim": 4, "index_rope_dim": 2},
+            ),
             gdn=GDNConfig(head_k_dim=6),
             kda=KDAConfig(head_v_dim=10, rank=6),
             mamba2=Mamba2Config(head_k_dim=6, groups=2),

@@ -26,7 +26,7 @@ export SLURM_CONF="$dir/slurm.conf"
 own_pid() {
     local pid
     pid="$(cat "$1" 2>/dev/null)" && [[ -n "$pid" && -r "/proc/$pid/cmdline" ]] || return 1
-    tr '\0' ' ' <"/proc/$pid/cmdline" | grep -qF -- "$dir/" && echo "$pid"
+    tr '\0' ' ' <"/proc/$pid/cmdline" | grep -F -- "$dir/" >/dev/null && echo "$pid"
 }
 
 # kill -0 would call a zombie alive, and in a container nobody may reap it soon.

@@ -14,7 +14,10 @@ LT2_HUNG=77
 lt2_in_slurm() { [[ -n "${SLURM_JOB_ID:-}" && "${LT2_LAUNCHER:-srun}" != spawn ]]; }
 
 # Whether it is a batch script, which Slurm can run again; in `salloc` there is nothing to requeue.
-lt2_in_batch() { scontrol show job "${SLURM_JOB_ID:-none}" 2>/dev/null | grep -q 'BatchFlag=1'; }
+lt2_in_batch() {
+    # Not piped into grep -q: that ends early, scontrol may die of it, and pipefail says "no".
+    [[ "$(scontrol show job "${SLURM_JOB_ID:-none}" 2>/dev/null)" == *BatchFlag=1* ]]
+}
 
 # One element of a job array, or of a chain: the next element goes on, so a requeue would double it.
 lt2_has_follower() { [[ "${SLURM_ARRAY_TASK_COUNT:-1}" -gt 1 || -n "${LT2_CHAIN_LEFT:-}" ]]; }

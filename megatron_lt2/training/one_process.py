@@ -7,15 +7,20 @@ from typing import Any
 from megatron_lt2.config.load import load_saved
 from megatron_lt2.config.schema import MegatronConfig, ParallelConfig
 
+_CHANGED = ("LT2_FORCE_CPU", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+_before: dict[str, str | None] = {}
+
 
 def load_model(folder: Path) -> Any:
     """LT2Model of an iteration folder, in fp32 and in evaluation mode.
 
-    Starts torch.distributed with one rank; `close` ends it.
+    Starts torch.distributed with one rank; `close` ends it and gives back the environment.
 
     Raises:
         ConfigError: the checkpoint cannot be loaded.
     """
+    if not _before:
+        _before.update({name: os.environ.get(name) for name in _CHANGED})
     os.environ["LT2_FORCE_CPU"] = "1"  # products in fp32, which a GPU may round to TF32
     from megatron_lt2.parallel import platform
 
@@ -47,3 +52,9 @@ def close() -> None:
     from megatron_lt2.parallel.start import stop_ranks
 
     stop_ranks()
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()

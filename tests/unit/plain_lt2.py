@@ -5,6 +5,7 @@ complex numbers do the rotation, so that even the rotary layout is a second opin
 """
 
 import torch
+from brute_sparse import dsa_row, nsa_row
 from plain_mixers import MIXERS, Layer
 from torch import Tensor
 
@@ -27,7 +28,11 @@ def plain_logits(weights: dict[str, Tensor], config: LT2Config, ids: list[int]) 
             normed = [_rms(x, layer["input_layernorm.weight"], eps) for x in stream]
             if mixer in ("full", "window"):
                 window = len(ids) if mixer == "full" else config.window_size
+                if config.loop_windows is not None:
+                    window = config.loop_windows[loop][i] or len(ids)
                 mixed = _attention(layer, config, normed, window)
+            elif mixer in ("nsa", "dsa"):
+                mixed = _sparse(mixer, layer, config, normed)
             elif mixer == "gdn":
                 mixed = _gdn(layer, config, normed)
             else:
@@ -60,7 +65,7 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, position: int, config: LT2Config) -> Tensor:
-    half = config.head_dim // 2
+    half = len(x) // 2
     exponents = torch.arange(half, dtype=torch.float64) / half
     turn = torch.polar(torch.ones(half).double(), position * config.rope_theta**-exponents)
     if config.rope_interleaved:
@@ -95,6 +100,43 @@ def _attention(
             out = out * _sigmoid(layer["mixer.g_proj.weight"] @ x)
         outputs.append(layer["mixer.o_proj.weight"] @ out)
     return outputs
+
+
+def _sparse(
+    mixer: str, layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]
+) -> list[Tensor]:
+    s = config.mixer_settings[mixer]
+
+    def projected(name: str) -> list[Tensor]:
+        return [layer[f"mixer.{name}_proj.weight"] @ x for x in xs]
+
+    def turned(rows: list[Tensor], heads: int, first: int, last: int) -> Tensor:
+        """[T, heads, channels], of which [first, last) are rotated."""
+        out = torch.stack([row.view(heads, -1) for row in rows]).clone()
+        for t in range(len(xs)):
+            for h in range(heads):
+                out[t, h, first:last] = _rotate(out[t, h, first:last].clone(), t, config)
+        return out
+
+    heads = s["num_heads"]
+    if mixer == "nsa":
+        groups, dim = s["num_kv_heads"], s["head_dim"]
+        q = turned(projected("q"), heads, 0, dim)
+        k = turned(projected("k"), groups, 0, dim)
+        v = torch.stack(projected("v")).view(len(xs), groups, dim)
+        gates = tuple(_sigmoid(torch.stack(projected(f"gate_{n}"))) for n in ("cmp", "slc", "win"))
+        sizes = {"block": s["block_size"], "count": s["selected_blocks"], "window": s["window"]}
+        out = nsa_row(q, k, v, gates, **sizes)
+    else:
+        latent, key = s["latent_dim"], s["latent_dim"] + s["rope_dim"]
+        q = turned(projected("q"), heads, latent, key)
+        k = turned(projected("kv"), 1, latent, key)
+        size = s["index_rope_dim"]
+        qi = turned(projected("indexer.q"), s["index_heads"], 0, size)
+        ki = turned(projected("indexer.k"), 1, 0, size)[:, 0]
+        index = (qi, torch.stack(projected("indexer.w")), ki)
+        out, _ = dsa_row(q, k, k[..., :latent], index, count=s["top_k"])
+    return [layer["mixer.o_proj.weight"] @ o.flatten() for o in out]
 
 
 def _gdn(layer: dict[str, Tensor], config: LT2Config, xs: list[Tensor]) -> list[Tensor]:

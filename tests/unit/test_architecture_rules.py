@@ -38,7 +38,7 @@ class Rule:
 
 RULES = {
     "megatron_lt2/ops": Rule((), ("torch",)),
-    "megatron_lt2/kernels": Rule(("megatron_lt2.ops",), ("torch", "packaging")),
+    "megatron_lt2/kernels": Rule(("megatron_lt2.ops",), ("torch", "packaging", "triton")),
     "megatron_lt2/recurrent": Rule(("megatron_lt2.kernels", "megatron_lt2.ops"), ("torch",)),
     "megatron_lt2/hf": Rule(
         ("megatron_lt2.kernels", "megatron_lt2.ops", "megatron_lt2.recurrent"),
@@ -64,8 +64,9 @@ RULES = {
     ),
     "megatron_lt2/model": Rule(
         (
-            *("megatron_lt2.config.errors", "megatron_lt2.config.schema"),
-            *("megatron_lt2.mixers", "megatron_lt2.recurrent"),
+            *("megatron_lt2.config.megatron_fields", "megatron_lt2.config.schema"),
+            *("megatron_lt2.config.errors", "megatron_lt2.config.mixers"),
+            *("megatron_lt2.mixers", "megatron_lt2.recurrent", "megatron_lt2.ops.sparse_layout"),
         ),
         ("torch", "megatron.core"),
     ),
@@ -86,6 +87,7 @@ RULES = {
             ATOMIC,
             ORPHANS,
             "megatron_lt2.__version__",
+            *(f"megatron_lt2.mixers.{name}" for name in ("registry", "dsa_layer", "indexer")),
             "megatron_lt2.selftest",
             *(f"megatron_lt2.{name}" for name in ("data", "kernels", "model", "parallel")),
         ),
@@ -94,7 +96,10 @@ RULES = {
     "megatron_lt2/tools": Rule((ORPHANS,), ("torch", "transformers", "matplotlib")),
     "data_prep": Rule(
         (ATOMIC, "megatron_lt2.data.manifest", "megatron_lt2.data.tokenizer"),
-        ("numpy", "pyarrow", "tokenizers", "tqdm", "zstandard"),
+        (
+            *("numpy", "pyarrow", "tokenizers", "tqdm", "zstandard"),
+            *("datasets", "fastokens", "matplotlib"),  # when asked for
+        ),
     ),
     "checkpoints_tools": Rule(
         (
@@ -108,8 +113,10 @@ RULES = {
             "megatron_lt2.recurrent",
             "megatron_lt2.tools.metrics_file",
             "megatron_lt2.training.checkpoint_files",
+            # The training model in one process, to compare with.
+            "megatron_lt2.training.one_process",
         ),
-        ("torch", "safetensors", "tqdm", "transformers"),
+        ("torch", "numpy", "tqdm", "transformers", "yaml", "huggingface_hub"),
     ),
 }
 
@@ -234,9 +241,20 @@ def named_fla(text: str) -> list[tuple[str, str, bool]]:
 
 
 def test_fla_is_reached_by_name_when_a_kernel_runs() -> None:
-    """No import statement names it: transformers would refuse an export where FLA is missing."""
+    """No import statement names it: transformers would refuse an export where FLA is missing.
+
+    Kernels of our own import Triton, inside `try`, where transformers does not look.
+    """
     statements = [item for name in OURS for file in files_of(name) for item in imports_of(file)]
-    assert [str(item) for item in statements if within(item.name, ("fla", "triton"))] == []
+    named = [item for item in statements if within(item.name, ("fla", "triton"))]
+    assert [str(item) for item in named if not item.file.name.endswith("_triton.py")] == []
+    tries = [
+        [part.lineno for part in ast.walk(node) if isinstance(part, ast.Import)]
+        for file in {item.file for item in named}
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Try)
+    ]
+    assert sorted(item.line for item in named) == sorted(sum(tries, [])) != []
     kernels = []
     for file in (file for name in OURS for file in files_of(name)):
         for function, module, inside in named_fla(file.read_text(encoding="utf-8")):

@@ -33,6 +33,17 @@ def test_the_tiny_and_the_default_config_pass():
     check_config(RunConfig(), 8, need_data=False)
 
 
+def test_an_ouro_passes():
+    ouro = {
+        **{"model.pattern": "full", "model.norm_mode": "sandwich", "model.inter_loop_norm": True},
+        **{"model.exit_gate": True, "model.loss": "exits", "model.exit_entropy": 0.0},
+    }
+    check_config(_with(ouro), 1)
+    check_config(_with({**ouro, "model.loss": "final", "model.loops": 1}), 1)
+    with pytest.raises(ConfigError, match="model.exit_entropy is -0.1; it must be 0 or more"):
+        check_config(_with({**ouro, "model.exit_entropy": -0.1}), 1)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
@@ -89,18 +100,32 @@ def test_must_not_be_negative(setting):
 
 # changes, ranks, parts of the message: setting and value, then the fix
 REFUSALS = {
-    "sandwich norm": (
-        {"model.norm_mode": "sandwich"},
+    "exit loss": (
+        {"model.loss": "exits"},
         1,
-        ["model.norm_mode 'sandwich'", "set it to 'pre'"],
+        ["model.loss 'exits'", "model.exit_gate, which is false", "set it to true"],
     ),
-    "norm between loops": (
-        {"model.inter_loop_norm": True},
+    "exit loss of one loop": (
+        {"model.loss": "exits", "model.exit_gate": True, "model.loops": 1},
         1,
-        ["model.inter_loop_norm true", "set it to false"],
+        ["model.loss 'exits'", "model.loops 1", "use 2 loops or more"],
     ),
-    "exit gate": ({"model.exit_gate": True}, 1, ["model.exit_gate true", "set it to false"]),
-    "exit loss": ({"model.loss": "exits"}, 1, ["model.loss 'exits'", "set it to 'final'"]),
+    "attention heads on ranks": (
+        {
+            **{"model.pattern": "full", "model.num_heads": 9, "model.num_kv_heads": 3},
+            **{"model.head_dim": 8, "parallel.tensor": 2},
+        },
+        2,
+        ["model.num_heads 9", "parallel.tensor 2", "that divides it"],
+    ),
+    "key heads on ranks": (
+        {
+            **{"model.pattern": "full", "model.num_heads": 8, "model.num_kv_heads": 1},
+            "parallel.tensor": 2,
+        },
+        2,
+        ["model.num_kv_heads 1", "parallel.tensor 2", "that divides it"],
+    ),
     "more stages than layers": (
         {"parallel.pipeline": 4},
         4,
@@ -184,7 +209,7 @@ REFUSALS = {
     "unknown mixer": (
         {"model.pattern": "gdn+mamba"},
         1,
-        ["model.pattern 'gdn+mamba'", "'mamba'", "known are full, window, gdn"],
+        ["model.pattern 'gdn+mamba'", "'mamba'", "known are full, window, nsa, dsa, gdn"],
     ),
     "length of a list": (
         {"model.pattern": ["gdn", "full"]},
@@ -378,20 +403,25 @@ def test_tensor_parallelism_must_divide_the_heads_of_every_mixer(mixer):
 
 
 @pytest.mark.parametrize(
-    "mixer, settings, section, rows",
+    "mixer, settings, named, rows",
     [
-        ("mamba2", {"head_k_dim": 6, "groups": 1}, "B", 6),
-        ("kda", {"rank": 6}, "gate", 6),
-        ("gla", {"rank": 10}, "decay", 10),
+        (
+            "mamba2",
+            {"head_k_dim": 6, "groups": 1},
+            "model.mamba2.groups x model.mamba2.head_k_dim",
+            6,
+        ),
+        ("kda", {"rank": 6}, "model.kda.rank", 6),
+        ("gla", {"rank": 10}, "model.gla.rank", 10),
     ],
 )
-def test_tensor_parallelism_must_divide_what_heads_share(mixer, settings, section, rows):
+def test_tensor_parallelism_must_divide_what_heads_share(mixer, settings, named, rows):
     four_ranks = {"parallel.tensor": 4, "model.num_kv_heads": 4}
     with pytest.raises(ConfigError) as caught:
         check_config(_with_mixer(mixer, settings, **four_ranks), 4)
     assert str(caught.value) == (
-        f"the shared channels of model.{mixer} {section} {rows} is not divisible by "
-        "parallel.tensor 4; choose a tensor-parallel size that divides it"
+        f"{named} {rows} is not divisible by parallel.tensor 4; choose a tensor-parallel size "
+        "that divides it"
     )
     check_config(_with_mixer(mixer, settings, **{"parallel.tensor": 2}), 2)
 
@@ -453,3 +483,44 @@ def test_stages_share_the_layers_evenly_or_as_told():
 def test_data_parallel_size_is_what_tensor_parallelism_leaves():
     assert data_parallel_size(_with({"parallel.tensor": 2}), 6) == 3
     assert data_parallel_size(tiny_config(), 5) == 5
+
+
+def test_a_model_without_attention_needs_no_attention_heads():
+    odd = {"model.hidden_size": 30, "model.num_heads": 4, "model.num_kv_heads": 3}
+    heads = {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
+    check_config(_with_mixer("gdn", heads, **odd), 1)
+    with pytest.raises(ConfigError, match="model.hidden_size 30 is not divisible"):
+        check_config(_with_mixer("gdn", heads, **odd, **{"model.pattern": "gdn+full"}), 1)
+
+
+def test_a_pattern_longer_than_the_model_is_refused_if_a_mixer_gets_lost():
+    with pytest.raises(ConfigError, match="so that full gets no layer"):
+        check_config(_with({"model.pattern": "8*gdn+full", "model.num_layers": 4}), 1)
+    check_config(_with({"model.pattern": "3*gdn+full", "model.num_layers": 6}), 1)
+
+
+@pytest.mark.parametrize(
+    "sizes, said",
+    [
+        ({"parallel.context": 3}, "model.gdn.num_heads 4 over parallel.context 3 ranks"),
+        (
+            {"parallel.context": 2, "parallel.tensor": 4},
+            "model.gdn.num_heads 4 over parallel.tensor 4 x parallel.context 2 ranks",
+        ),
+        ({"parallel.context": 4}, None),
+        ({"parallel.context": 2, "parallel.tensor": 2}, None),
+    ],
+)
+def test_exchanging_heads_needs_heads_that_the_ranks_divide(sizes, said):
+    ways = 1
+    for size in sizes.values():
+        ways *= size
+    given = {"parallel.context_exchange": "heads", "data.sequence_length": 96, **sizes}
+    heads = {"num_heads": 4, "head_k_dim": 8, "head_v_dim": 8}
+    config = _with_mixer("gdn", heads, **given)
+    if said is None:
+        check_config(config, ways)
+        return
+    with pytest.raises(ConfigError, match="parallel.context_exchange 'heads' cannot spread") as no:
+        check_config(config, ways)
+    assert said in str(no.value) and "use 'state'" in str(no.value)

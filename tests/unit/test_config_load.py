@@ -143,12 +143,12 @@ def test_wrong_type_names_setting_and_value(yaml_file, monkeypatch, setting, val
     section, name = setting.split(".")
     path = yaml_file(f"{section}:\n  {name}: {value}\n")
     message = _message(["--config", path])
-    assert message.startswith(f"{path}: ") and f'"{setting}"' in message and value in message
+    assert message.startswith(f"{path}: {setting} cannot take {value!r}; give ")
     message = _message([f"--{setting}", value])
-    assert f'"{setting}"' in message and value in message
+    assert message.startswith(f"{setting} cannot take {value!r}; give ")
     monkeypatch.setenv(f"LT2_{section}__{name}".upper(), value)
     message = _message([])
-    assert f'"{setting}"' in message and value in message
+    assert message.startswith(f"{setting} cannot take {value!r}; give ")
 
 
 def test_unknown_environment_variable(monkeypatch):

@@ -22,7 +22,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = set(dotted_names(RunConfig))
 SECTIONS = {name.split(".")[0] for name in SETTINGS if "." in name}
 # Tensors and files of an export begin like settings.
-EXPORT_NAMES = re.compile(r"model\.(layers|embed_tokens|norm|safetensors)\b")
+EXPORT_NAMES = re.compile(r"model\.(layers|embed_tokens|norm|early_exit_gate|safetensors)\b")
 SOURCES = (
     *("megatron_lt2", "data_prep", "checkpoints_tools", "launchers"),
     *("benchmarks", "tests", "ci"),

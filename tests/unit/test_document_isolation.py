@@ -21,6 +21,8 @@ PATTERNS = {
     "hybrid": ("2*gdn+full", 3),
     "window": ("window", 3),
     "window hybrid": ("2*gdn+window", 3),
+    "nsa": ("nsa", 2),
+    "dsa": ("gdn+dsa", 2),  # alone it may not select the token that changed
 }
 LOOPS = (1, 2, 3)
 VOCABULARY = 61

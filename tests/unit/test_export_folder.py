@@ -27,9 +27,11 @@ from tiny_text import write_word_tokenizer
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from checkpoints_tools.convert import main
-from checkpoints_tools.hf_folder import SafetensorsWriter, new_folder
+from checkpoints_tools.hf_folder import new_folder
 from checkpoints_tools.model_code import copy_model_code, flatten_imports
 from checkpoints_tools.plain_checkpoint import PlainCheckpoint
+from checkpoints_tools.safetensors_files import Spec
+from checkpoints_tools.safetensors_writer import SafetensorsWriter
 from megatron_lt2.data.tokenizer import load_tokenizer
 from megatron_lt2.hf.modeling_lt2 import LT2ForCausalLM
 
@@ -40,6 +42,7 @@ IDS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 35, 8, 9, 7]]
 CODE = {
     "cache_lt2.py",
     "configuration_lt2.py",
+    "exits_lt2.py",
     "kernels_backend.py",
     "kernels_conv.py",
     "kernels_gdn.py",
@@ -52,13 +55,20 @@ CODE = {
     "ops_chunks.py",
     "ops_conv.py",
     "ops_documents.py",
+    "ops_dsa.py",
+    "ops_gathered.py",
     "ops_gdn.py",
+    "ops_nsa.py",
     "ops_norms.py",
+    "ops_reach.py",
     "ops_rope.py",
+    "ops_sparse_layout.py",
+    "pretrained_lt2.py",
     "recurrent_base.py",
     "recurrent_gdn.py",
     "recurrent_initial.py",
     "recurrent_names.py",
+    "sparse_lt2.py",
 }
 
 
@@ -349,7 +359,8 @@ def test_as_saved_keeps_bf16_and_float32_widens_it(tmp_path, capsys):
 def test_large_models_are_sharded_with_an_index(tmp_path):
     model = tiny_model()
     names = [n for n in model.state_dict() if n != "lm_head.weight"]
-    writer = SafetensorsWriter(tmp_path, max_bytes=12_000)
+    specs = {name: Spec("float32", tuple(model.state_dict()[name].shape)) for name in names}
+    writer = SafetensorsWriter(tmp_path, specs, max_bytes=12_000)
     for name in names:
         writer.add(name, model.state_dict()[name].clone())
     writer.close()

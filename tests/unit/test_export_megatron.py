@@ -11,6 +11,7 @@ from tiny_text import write_word_tokenizer
 from checkpoints_tools.convert import main
 from megatron_lt2.config.mixers import (
     DeltaNetConfig,
+    DSAConfig,
     HGRN2Config,
     KDAConfig,
     Mamba2Config,
@@ -53,9 +54,15 @@ CASES = {
     "every mixer": (1, EVERY_MIXER),
     "every mixer, two ranks": (2, EVERY_MIXER),
     "untied, two ranks": (2, {"tie_embeddings": False}),
+    "sparse between ends of full attention, two ranks": (
+        2,
+        {"pattern": "full+[dsa+nsa]+full", "num_layers": 4},
+    ),
+    "a mask for each loop": (1, {"pattern": "gdn+full->gdn+window=20"}),
+    "grouped dsa": (1, {"pattern": "dsa", "dsa": DSAConfig(kv="grouped", top_k=9, head_dim=6)}),
     "no rho, full attention first": (1, {"loop_residual": "none", "pattern": "full+gdn"}),
 }
-SLOW = ("every mixer", "untied, two ranks", "no rho, full attention first")
+SLOW = ("every mixer", "grouped dsa", "untied, two ranks", "no rho, full attention first")
 
 
 def tokens(vocab_size: int) -> torch.Tensor:

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_lt2 import ALL, LINEAR, LOOPS, PATTERN, VOCAB, WINDOW, cache_of, tiny_model
+from tiny_lt2 import ALL, LINEAR, LOOPS, PATTERN, SPARSE, VOCAB, WINDOW, cache_of, tiny_model
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from megatron_lt2.hf.cache_lt2 import LinearSlot, LT2Cache, WindowSlot
+from megatron_lt2.hf.cache_lt2 import LinearSlot, LT2Cache, SparseSlot, WindowSlot
 from megatron_lt2.hf.modeling_lt2 import CACHE_NAME
 
 EOS, PAD = 0, 1
@@ -82,6 +82,9 @@ def test_one_slot_for_every_loop_and_layer(model):
 
 def one_mixer(name: str, **changes: Any):
     """A model of this mixer and full attention, in fp64: only mistakes exceed a tolerance."""
+    if name == "schedule":
+        changes["loop_windows"] = [[None, 4], [7, None]]
+        name = "window"
     mixers = [name] if name == "full" else [name, "full"]
     return tiny_model(mixers=mixers, loops=2, **changes).double()
 
@@ -91,7 +94,7 @@ def exactness(name: str) -> float:
     return 1e-5 if name == "deltanet" else 1e-9
 
 
-@pytest.mark.parametrize("name", [*LINEAR, "window"])
+@pytest.mark.parametrize("name", [*LINEAR, *SPARSE, "window", "schedule"])
 def test_every_mixer_in_pieces_equals_the_whole(name):
     model, ids = one_mixer(name), prompt(38, rows=2)
     whole = model(ids, use_cache=False).logits
@@ -104,7 +107,7 @@ def test_every_mixer_in_pieces_equals_the_whole(name):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [*LINEAR, "window", "full"])
+@pytest.mark.parametrize("name", [*LINEAR, *SPARSE, "window", "schedule", "full"])
 def test_padded_rows_of_every_mixer_equal_rows_alone(name, side):
     model = one_mixer(name)
     rows = [prompt(length) for length in (1, 3, 17, 40)]
@@ -180,10 +183,12 @@ def test_what_a_cache_held_is_never_written_to():
             for tensor in (
                 [*slot.state, *([] if slot.conv_state is None else [slot.conv_state])]
                 if isinstance(slot, LinearSlot)
+                else slot.state
+                if isinstance(slot, SparseSlot)
                 else [slot.keys, slot.values]
             )
         ]
-        assert len(held) == 18
+        assert len(held) == 23
         copies = [tensor.clone() for tensor in held]
         model(prompt(new), cache=cache)
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))

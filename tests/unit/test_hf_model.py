@@ -173,6 +173,9 @@ def test_loss_is_the_shifted_cross_entropy_and_reaches_every_parameter():
     torch.testing.assert_close(out.loss, expected)
     out.loss.backward()
     for name, parameter in model.named_parameters():
+        if ".indexer." in name:  # only training here has the loss that trains it
+            assert parameter.grad is None
+            continue
         assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
         assert parameter.grad.abs().max() > 0, name
 

@@ -53,6 +53,8 @@ def test_equals_the_plain_forward_pass(changes):
         ("hgrn2", {}, 1e-9),
         ("hgrn2", {"lower_bound": 0.0}, 1e-9),
         ("window", {}, 2e-5),
+        ("nsa", {}, 2e-5),
+        ("dsa", {}, 2e-5),
     ],
 )
 def test_every_mixer_equals_its_plain_form(mixer, changes, tolerance):

@@ -88,7 +88,7 @@ def test_config_loads(config: Path) -> None:
     run = load_config(["--config", str(config)])
     assert run.run_dir == f"runs/{config.stem}"
     assert run.model.loops == 4
-    patterns = {"quickstart": "2*gdn+full", "ouro_1b4": "full"}
+    patterns = {"quickstart": "2*gdn+full", "ouro_1b4": "full", "lt2_1b3_gdn_dsa": "4*gdn+dsa"}
     assert run.model.pattern == patterns.get(config.stem, "4*gdn+full")
 
 
@@ -369,7 +369,8 @@ trap 'echo "srun forwards USR1"; kill -USR1 $pid' USR1
 while [[ $1 == --* ]]; do shift; done
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & pid=$!
 wait $pid; code=$?
-while kill -0 $pid 2>/dev/null; do wait $pid; code=$?; done
+# A trap ends a wait early; the next one has the code, also when the trainer is gone by then.
+((code <= 128)) || { wait $pid; code=$?; }
 exit $code
 """
 # The trainer's part, by name `python`: it says that it is up, and saves on USR1.

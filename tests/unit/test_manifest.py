@@ -51,6 +51,7 @@ def test_contents(made, tmp_path):
         "sha256": sha256_file(path),
         "documents": len(TEXTS),
         "skipped_empty": 1,
+        "notes": {"empty": 1},
     }
 
 

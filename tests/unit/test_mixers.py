@@ -51,13 +51,16 @@ def test_linear_mixers_have_no_inference_cache():
 
 def test_every_mixer_names_the_settings_of_its_heads():
     model = tiny_config().model
-    assert set(MIXER_NAMES) == {"full", "window", *RECURRENT}
+    assert set(MIXER_NAMES) == {"full", "window", "nsa", "dsa", *RECURRENT}
     assert len(RECURRENT) == 9
     for name in RECURRENT:
         assert get_mixer(name).heads(model)[f"model.{name}.num_heads"] == 4
-    assert get_mixer("mamba2").heads(model)["the shared channels of model.mamba2 B"] == 12
+    assert get_mixer("mamba2").heads(model)["model.mamba2.groups x model.mamba2.head_k_dim"] == 12
     assert get_mixer("full").heads(model) == {"model.num_heads": 4, "model.num_kv_heads": 2}
     assert get_mixer("gdn").heads(model) == {"model.gdn.num_heads": 4}
+    assert get_mixer("nsa").heads(model) == {"model.nsa.num_heads": 4, "model.nsa.num_kv_heads": 2}
+    shared = {"model.dsa.num_heads": 4, "model.dsa.latent_dim + model.dsa.rope_dim": 16}
+    assert get_mixer("dsa").heads(model) == shared
     model.gdn.num_heads = 3
     assert get_mixer("gdn").heads(model) == {"model.gdn.num_heads": 3}
 

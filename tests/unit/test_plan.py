@@ -61,8 +61,9 @@ def test_tensor_traffic(sequence: bool, recompute: bool) -> None:
     half = TOKENS * D * 2 / 2
     # Two all-reduces forward, each as much as a reduce-scatter and a gather, two back.
     each = 4 * half + 4 * half + (2 * half if sequence else 0) + (4 * half if recompute else 0)
-    ends = 4 * half + 2 * 3 * TOKENS * 4 / 2
-    assert sent(config, 2)["tensor"][0] == BATCH * (2 * LOOPS * each + ends)
+    ends = (5 if sequence else 4) * half + 2 * 3 * TOKENS * 4 / 2
+    norms = 2 * (2 * 2 * D + D + LOOPS * D) * 4 / 2 if sequence else 0
+    assert sent(config, 2)["tensor"][0] == BATCH * (2 * LOOPS * each + ends) + norms
 
 
 def test_shared_sections_are_gathered_by_tensor_ranks() -> None:
@@ -71,7 +72,20 @@ def test_shared_sections_are_gathered_by_tensor_ranks() -> None:
     more = sent(mamba, 2)["tensor"][0] - sent(plain, 2)["tensor"][0]
     # B and C in bf16, gathered forward and scattered back; a sum of squares a token, all-reduced.
     one_way = TOKENS * 12 * 2 / 2 + 2 * TOKENS * 4 / 2
-    assert more == BATCH * 2 * LOOPS * 2 * one_way
+    norm = 2 * 12 * 2 / 2  # gdn's, whose weight all heads share: its gradient is summed
+    assert more == BATCH * 2 * LOOPS * (2 * one_way - norm)
+
+
+def test_traffic_by_heads() -> None:
+    """q, k, v, beta and decay of all tokens there, the output back; B and C to every rank."""
+    passes, away = BATCH * 2 * LOOPS * 2, TOKENS / 4 * 2 * 3 / 4
+    config = run("gdn", context=4, context_exchange="heads")
+    each = HEADS * (6 + 6 + 12 + 2) + HEADS * 12
+    assert sent(config, 4)["heads"] == (passes * away * each, passes * 2)
+    mamba = run("mamba2", context=4, context_exchange="heads")
+    mamba.model.mamba2.head_k_dim, mamba.model.mamba2.head_v_dim = 6, 16
+    each = HEADS * (16 + 1) + 4 * 2 * 6 + HEADS * 16
+    assert sent(mamba, 4)["heads"] == (passes * away * each, passes * 2)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,7 @@ def test_pinned_choices_stay() -> None:
 TINY = [
     *("--model.num_layers", "2", "--model.hidden_size", "32", "--model.num_heads", "4"),
     *("--model.vocab_size", "61", "--model.loops", "3", "--data.sequence_length", "48"),
-    *("--training.global_batch_size", "8"),
+    *("--training.global_batch_size", "8", "--model.pattern", "gdn+full"),
 ]
 
 

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +47,35 @@ def test_sigusr1_can_come_twice():
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == request._handle
+
+
+def test_a_request_that_is_repeated_at_the_end_is_ignored():
+    """Python puts default handlers back for signals that it handles, not for ignored ones."""
+    code = (
+        "import os, signal, sys\n"
+        "from megatron_lt2.training.signals import ExitRequest\n"
+        "request = ExitRequest()\n"
+        "if sys.argv[1] == 'closed': request.close()\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):\n"
+        "        kill(pid, number)\n"
+        "sys.late = Late()\n"
+        "sys.exit(75)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "closed"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == EXIT_SAVED, ended.stderr
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN
+
+
+def test_the_stop_file_counts_and_goes(tmp_path):
+    file = tmp_path / "stop"
+    request = ExitRequest(stop_file=file)
+    assert not request.agreed()
+    file.touch()
+    assert request.agreed() and request.reason == "the file stop"
+    assert not file.exists()
 
 
 def test_the_time_limit_counts_from_the_start(monkeypatch):

@@ -164,10 +164,10 @@ def test_outputs_that_cannot_be(folder, tmp_path, capsys):
 
 
 def test_full_disk_leaves_nothing(folder, tmp_path, capsys, monkeypatch):
-    def full(self, data, lengths):
+    def full(self, data, lengths, metadata):
         raise OSError(28, "No space left on device", str(tmp_path / "out.bin.partial"))
 
-    monkeypatch.setattr("data_prep.writer.IndexedWriter.add_documents", full)
+    monkeypatch.setattr("data_prep.indexed_shard.IndexedShard.add", full)
     good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
     assert run([good], folder, tmp_path / "out") == 2
     assert_one_line(capsys, f"{tmp_path / 'out.bin.partial'}: No space left on device")

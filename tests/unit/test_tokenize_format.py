@@ -89,7 +89,7 @@ def test_width_follows_the_largest_possible_id(core, tmp_path, largest, dtype):
 
 
 def test_index_made_in_pieces_is_the_same(core, folder, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("data_prep.writer.INDEX_PIECE", 3)
+    monkeypatch.setattr("data_prep.indexed_shard.INDEX_PIECE", 3)
     source = write_jsonl(tmp_path / "in.jsonl", TEXTS)
     tokenize_files(request([source], folder, tmp_path / "out"))
     expected = [[*ids, tokenizer.eos_id] for ids in tokenizer.encode_batch(TEXTS)]
@@ -133,8 +133,8 @@ def test_every_kind_in_order_for_any_number_of_workers(
     core, folder, tokenizer, tmp_path, monkeypatch, workers
 ):
     monkeypatch.setattr(readers, "BATCH_RECORDS", 3)
-    monkeypatch.setattr(readers, "PARQUET_ROWS", 2)
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 50)
+    monkeypatch.setattr("data_prep.parquet.ROWS", 2)
+    monkeypatch.setattr("data_prep.decompress.CHUNK_BYTES", 50)
     inputs, texts = write_every_kind(tmp_path)
     prefix = tmp_path / "out"
     tokenize_files(request(inputs, folder, prefix, workers=workers))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from tiny_text import TEXTS, files_below, jsonl_bytes, request, write_jsonl, write_tokenizer
 
-from data_prep import writer as writer_module
+from data_prep import output as output_module
 from data_prep.build import tokenize_files
+from data_prep.journal import Journal
 from data_prep.tokenize import main
-from data_prep.writer import IndexedWriter
 from megatron_lt2.data.manifest import read_manifest
 
 TOOL = Path(__file__).parents[2] / "data_prep" / "tokenize.py"
@@ -143,7 +143,7 @@ def test_killed_between_renames_is_finished_by_the_next_run(
         rename(*paths)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module.os, "replace", replace)
+        patch.setattr(output_module.os, "replace", replace)
         with pytest.raises(Killed):
             tokenize_files(request([source], folder, output, overwrite=replacing))
     assert not output.with_name("train.manifest.json").exists()
@@ -160,12 +160,11 @@ def test_killed_between_renames_is_finished_by_the_next_run(
 
 
 def test_two_runs_do_not_write_one_output(source, folder, output, capsys):
-    with IndexedWriter(output, "uint16") as writer:
-        assert main(arguments(source, folder, output)) == 2
-        assert "another run is writing this output" in capsys.readouterr().err
-        writer.add_documents(b"\1\0", [1])
-        assert files_below(output.parent) == {"train.bin.partial"}
-    assert files_below(output.parent) == set()
+    journal = Journal(output)
+    assert main(arguments(source, folder, output)) == 2
+    assert "another run is writing this output" in capsys.readouterr().err
+    assert files_below(output.parent) == {"train.progress.partial"}
+    journal.close(remove=True)
     assert main(arguments(source, folder, output)) == 0
 
 

@@ -23,7 +23,8 @@ HEADS, KV_HEADS, GDN_HEADS, GDN_K, GDN_V, TAPS, LOOPS = 4, 2, 3, 7, 9, 4, 3
 WINDOW = 5
 PATTERN = ["gdn", "full", "gdn"]
 LINEAR = ["gdn", "kda", "deltanet", "mamba2", "retnet", "gla", "linear", "mlstm", "hgrn2"]
-ALL = [*LINEAR[:5], "window", *LINEAR[5:], "full"]
+SPARSE = ["nsa", "dsa"]
+ALL = [*LINEAR[:5], "window", "nsa", *LINEAR[5:], "dsa", "full"]
 """Every mixer once."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -36,12 +37,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "linear": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 7, "normalize": True},
     "mlstm": {"num_heads": 3, "head_k_dim": 5, "head_v_dim": 4},
     "hgrn2": {"num_heads": 3, "head_k_dim": 6, "head_v_dim": 5, "lower_bound": 0.3},
+    "nsa": {
+        **{"num_heads": 6, "num_kv_heads": 2, "head_dim": 6},
+        **{"block_size": 3, "selected_blocks": 4, "window": 4},
+    },
+    "dsa": {
+        **{"num_heads": 3, "latent_dim": 7, "rope_dim": 4, "top_k": 5},
+        **{"index_heads": 2, "index_dim": 5, "index_rope_dim": 2},
+    },
 }
-"""Odd sizes for every linear mixer; settings that are not named keep their defaults."""
+"""Odd sizes for every linear and sparse mixer; settings that are not named keep their defaults."""
 
 
 def set_mixers(model: ModelConfig) -> None:
-    """Give the linear mixers of a run config the sizes of `SETTINGS`."""
+    """Give the linear and sparse mixers of a run config the sizes of `SETTINGS`."""
     for name, values in SETTINGS.items():
         section = getattr(model, name)
         for key, value in values.items():
@@ -73,9 +82,9 @@ def tiny_config(**changes: Any) -> LT2Config:
         "window_size": WINDOW,
         "max_position_embeddings": 96,
     }
-    inner = {name: changes.pop(name, {}) for name in LINEAR}
+    inner = {name: changes.pop(name, {}) for name in (*LINEAR, *SPARSE)}
     values |= changes
-    used = sorted(set(values["mixers"]) & set(LINEAR))
+    used = sorted(set(values["mixers"]) & inner.keys())
     values.setdefault("mixer_settings", {name: settings_of(name, **inner[name]) for name in used})
     return LT2Config(num_hidden_layers=len(values["mixers"]), **values)
 
@@ -102,7 +111,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_2.weight")):
             noise = 1 + 0.3 * noise
         elif name.endswith("A_log"):
             noise = noise - 1
@@ -163,6 +172,9 @@ def training_tensors(model: LT2ForCausalLM, padding_rows: int = 3) -> dict[str, 
         out["decoder.loop_residual"] = hf["model.loop_residual"]
     if not config.tie_word_embeddings:
         out["output_layer.weight"] = torch.cat([hf["lm_head.weight"], padding])
+    if config.exit_gate:
+        out["decoder.exit_gate.weight"] = hf["model.early_exit_gate.weight"]
+        out["decoder.exit_gate.bias"] = hf["model.early_exit_gate.bias"]
     for i, mixer in enumerate(config.mixers):
         layer = {
             k.removeprefix(f"model.layers.{i}."): v
@@ -176,6 +188,9 @@ def training_tensors(model: LT2ForCausalLM, padding_rows: int = 3) -> dict[str, 
             [layer["mlp.gate_proj.weight"], layer["mlp.up_proj.weight"]]
         )
         out[to + "mlp.linear_fc2.weight"] = layer["mlp.down_proj.weight"]
+        if config.norm_mode == "sandwich":
+            out[to + "post_mixer_layernorm.weight"] = layer["input_layernorm_2.weight"]
+            out[to + "post_mlp_layernorm.weight"] = layer["post_attention_layernorm_2.weight"]
         to += "self_attention."
         if mixer in ("full", "window"):
             out[to + "linear_qkv.weight"] = _fused_qkv(layer, config)
@@ -194,6 +209,8 @@ def _linear_tensor(name: str, tensor: Tensor) -> tuple[str, Tensor]:
     if name in fixed:
         return fixed[name], tensor
     head, _, kind = name.rpartition(".")
+    if head.startswith("indexer."):
+        return head.removesuffix("_proj"), tensor
     section, _, part = head.rpartition("_")
     if part in ("proj", "down"):
         return f"in_proj.weight.{section}", tensor
