@@ -5,7 +5,8 @@
 #   . ci/setup_env.sh           the same, then `python` is the environment's
 #
 #   LT2_VENV=DIR                another folder. One that this script did not build (conda, a container's
-#                               environment) is used as it is and never changed.
+#                               environment), or built for another checkout, is used as it is and never
+#                               changed.
 #   LT2_PYTHON=FILE             the interpreter to build with, instead of looking for one
 #
 # pip is called as it is configured on this machine (index, proxy, constraints).
@@ -125,7 +126,7 @@ lt2_show_pip() {
 lt2_setup_env() {
     local venv="${LT2_VENV:-$lt2_root/.venv}" lock="$lt2_root/.venv.lock"
     case "$venv" in /*) ;; *) venv="$PWD/$venv" ;; esac
-    if [[ -x "$venv/bin/python" && ! -e "$venv/.lt2-built" ]]; then
+    if [[ -x "$venv/bin/python" ]] && { [[ ! -e "$venv/.lt2-built" ]] || lt2_env_is_anothers "$venv"; }; then
         if [[ -z "${LT2_VENV:-}" ]]; then
             lt2_env_say "$venv was not built by ci/setup_env.sh: move it away, or set LT2_VENV=$venv to use it."
             return 1
@@ -157,6 +158,13 @@ sys.exit(not all(map(u.find_spec, ("torch", "megatron.core", "jsonargparse"))))'
 lt2_env_is_ready() { # $1: folder
     [[ -x "$1/bin/python" && -f "$1/.lt2-stamp" ]] &&
         [[ "$(lt2_env_stamp "$1")" == "$(cat "$1/.lt2-stamp")" ]]
+}
+
+# Whether LT2_VENV names the environment of another checkout, which may be in use there.
+lt2_env_is_anothers() { # $1: folder
+    local line
+    [[ -n "${LT2_VENV:-}" ]] && line="$(head -n 1 "$1/.lt2-stamp" 2>/dev/null)" &&
+        [[ "$line" == *" $1" && "$line" != "1 $lt2_root $1" ]]
 }
 
 lt2_setup_env
