@@ -181,7 +181,7 @@ lt2_event() {
 # The ranks' last words: the failure that came first, then the others' heads.
 lt2_show_failures() {
     local file first
-    first="$(grep -hoE '^rank [0-9]+ failed at [0-9.]+' "$LT2_LOG_DIR"/rank-*.log 2>/dev/null | sort -k5n | head -n 1)"
+    first="$(grep -hoE '^rank [0-9]+ failed at [0-9.]+' "$LT2_LOG_DIR"/rank-*.log 2>/dev/null | sort -k5n | sed -n 1p)" || first=""
     for file in "$LT2_LOG_DIR"/rank-*.log; do
         [[ -n "$first" && -f "$file" ]] || continue
         if grep -qF "$first" "$file"; then
@@ -262,7 +262,7 @@ lt2_go_on() {
 }
 
 # The path and the arguments that sbatch was given.
-lt2_own_script() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | head -n 1; }
+lt2_own_script() { scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p' | sed -n 1p; }
 
 # LT2_CHAIN=N: N jobs that start one after another once this one has ended, for sites that refuse
 # requeues. They get this job's size; LT2_SBATCH_ARGS adds what else it needs. $1: run folder.
@@ -278,7 +278,8 @@ lt2_submit_chain() {
         [[ "$script" == *" "* ]] || lt2_die 1 "LT2_CHAIN: the script of job $SLURM_JOB_ID is no file any more"
         script="${script% *}"
     done
-    time_limit="$(scontrol show job "$SLURM_JOB_ID" | grep -oE 'TimeLimit=[0-9:-]+' | cut -d= -f2)"
+    # Empty where the job has no limit, which is no failure.
+    time_limit="$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's/.*TimeLimit=([0-9:-]+).*/\1/p')"
     flags=(--parsable --job-name="$SLURM_JOB_NAME" --partition="$SLURM_JOB_PARTITION"
         --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node="${SLURM_NTASKS_PER_NODE%%(*}"
         --chdir="$SLURM_SUBMIT_DIR")
@@ -304,7 +305,7 @@ lt2_submit_chain() {
 # The job that merges the parts of a tokenizing array, once all of them are written. $1: the output.
 lt2_submit_merge() {
     local script id
-    script="$(scontrol show job "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" | sed -n 's/^ *Command=//p' | head -n 1)"
+    script="$(scontrol show job "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" | sed -n 's/^ *Command=//p' | sed -n 1p)"
     while [[ -n "$script" && ! -f "$script" ]]; do
         [[ "$script" == *" "* ]] || lt2_die 1 "the script of job $SLURM_ARRAY_JOB_ID is no file any more"
         script="${script% *}"
