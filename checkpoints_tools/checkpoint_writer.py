@@ -16,6 +16,8 @@ from checkpoints_tools.safetensors_files import Spec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from checkpoints_tools.streaming_storage import Fill
+
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 COMMON = "common_state/shard_0_1"
 
@@ -27,6 +29,7 @@ def write_tensors(
     *,
     common: Mapping[str, Any],
     done: Callable[[], object] = lambda: None,
+    fill: "Fill | None" = None,
 ) -> None:
     """Write the tensors of `specs` into `folder`.
 
@@ -36,9 +39,10 @@ def write_tensors(
         read: gives a tensor when its turn comes.
         common: plain values that belong to no rank, such as the step.
         done: called after each tensor.
+        fill: writes a tensor's bytes to a place in an open file; `read` is not called then.
 
     Raises:
-        ValueError: what `read` raises, as it was raised.
+        ValueError: what `read` or `fill` raises, as it was raised.
         OSError: the disk is full or the folder cannot be written.
     """
     import torch
@@ -62,6 +66,11 @@ def write_tensors(
             done()
             return tensor
 
+    def filled(name: str, stream: Any, place: int) -> None:
+        assert fill is not None
+        fill(name, stream, place)
+        done()
+
     state: dict[str, Any] = {
         name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
         for name, spec in specs.items()
@@ -72,7 +81,7 @@ def write_tensors(
             warnings.filterwarnings("ignore", message=".*save in a single process")
             save(
                 state,
-                storage_writer=InTurnStorage(folder),
+                storage_writer=InTurnStorage(folder, filled if fill else None),
                 planner=InTurn(flatten_state_dict=False),
                 no_dist=True,
             )

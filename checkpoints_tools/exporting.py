@@ -1,6 +1,7 @@
 """Export of a checkpoint to a Hugging Face folder.
 
-Weights are read, renamed and written one after another, so memory stays at a few tensors.
+Weights are renamed and written one after another: those that keep their dtype and lie in one piece
+are copied as bytes, others are read, so memory stays at a few tensors.
 Everything is written under a temporary name: an export exists completely or not at all.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_tools import side_files
+from checkpoints_tools.byte_copy import meta, runs_of
 from checkpoints_tools.hf_configs import keep_config, special_ids, write_configs
 from checkpoints_tools.hf_folder import new_folder
 from checkpoints_tools.mappings.base import TensorMapping, check_names
@@ -160,14 +162,31 @@ def _write_weights(
     try:
         with progress_bar(len(table), shown=progress) as bar:
             for mapping in table:
-                parts = mapping.convert(tensors[mapping.source])
-                for name, tensor in zip(mapping.targets, parts, strict=True):
-                    writer.add(name, cast(tensor, writer.specs[name].dtype))
-                del parts, tensor
+                if not _copy_bytes(writer, tensors, mapping):
+                    parts = mapping.convert(tensors[mapping.source])
+                    for name, tensor in zip(mapping.targets, parts, strict=True):
+                        writer.add(name, cast(tensor, writer.specs[name].dtype))
+                    del parts, tensor
                 bar.update()
         writer.close()
     finally:
         writer.end_file()
+
+
+def _copy_bytes(
+    writer: SafetensorsWriter, tensors: PlainCheckpoint, mapping: TensorMapping
+) -> bool:
+    """Write the targets of a tensor without reading it, if that can be done."""
+    saved = tensors.dtype(mapping.source)
+    if any(writer.specs[name].dtype != saved for name in mapping.targets):
+        return False
+    if (found := tensors.in_file(mapping.source)) is None:
+        return False
+    path, begin = found
+    places = mapping.places(meta(tensors.shape(mapping.source), saved))
+    for name, view in zip(mapping.targets, places, strict=True):
+        writer.add_bytes(name, path, runs_of(view, begin))
+    return True
 
 
 def cast(tensor: "torch.Tensor", dtype: str) -> "torch.Tensor":

@@ -1,6 +1,7 @@
 """Import: a Hugging Face folder, or a Megatron-LM checkpoint, becomes a run to start training from.
 
-Tensors are read, fused and written one after another. Everything is written under a temporary name:
+Tensors are fused and written one after another; those of a Hugging Face folder are copied as bytes
+to where they belong. Everything is written under a temporary name:
 an import exists completely or not at all.
 """
 
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from checkpoints_tools import side_files
+from checkpoints_tools.byte_copy import meta, runs_of
 from checkpoints_tools.checkpoint_writer import write_tensors
 from checkpoints_tools.hf_folder import new_folder
 from checkpoints_tools.mappings.base import check_targets
@@ -24,6 +26,7 @@ from megatron_lt2.config.schema import RunConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from checkpoints_tools.streaming_storage import Fill
     from megatron_lt2.data.tokenizer import Tokenizer
 
 
@@ -44,6 +47,7 @@ class Source:
     config: only `model` and `data.sequence_length` are set.
     specs: training's tensors, in the order in which they are written.
     read: gives one of them, until the next is asked for.
+    fill: writes the bytes of one of them to a place in an open file; None where `read` must do.
     """
 
     config: RunConfig
@@ -52,6 +56,7 @@ class Source:
     read: Callable[[str], "Tensor"]
     parameters: int
     facts: Mapping[str, Any]
+    fill: "Fill | None" = None
 
 
 def import_model(
@@ -138,6 +143,11 @@ def open_hf(folder: Path) -> Source:
             tensors.fill(target, place)
         return whole
 
+    def fill(name: str, stream: Any, place: int) -> None:
+        mapping, whole = table[name], meta(specs[name].shape, specs[name].dtype)
+        for target, view in zip(mapping.targets, mapping.places(whole), strict=True):
+            tensors.copy_bytes(target, stream, runs_of(view, place))
+
     for mapping in table.values():
         _same_dtype(mapping.targets, tensors)
     return Source(
@@ -147,6 +157,7 @@ def open_hf(folder: Path) -> Source:
         read=read,
         parameters=sum(entry.count for entry in tensors.entries.values()),
         facts={"from": folder.absolute().name, "family": family.name},
+        fill=fill,
     )
 
 
@@ -207,7 +218,14 @@ def _write(folder: Path, given: Source, *, progress: bool) -> None:
     temporary.mkdir(parents=True)
     (temporary / "run_config.yaml").write_text(to_yaml(given.config), encoding="utf-8")
     with progress_bar(len(given.specs), shown=progress) as bar:
-        write_tensors(temporary, given.specs, given.read, common={"step": 0}, done=bar.update)
+        write_tensors(
+            temporary,
+            given.specs,
+            given.read,
+            common={"step": 0},
+            done=bar.update,
+            fill=given.fill,
+        )
     publish(
         temporary,
         0,

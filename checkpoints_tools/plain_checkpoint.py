@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints_tools.byte_copy import Record
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -54,8 +56,7 @@ class PlainCheckpoint(Mapping[str, "Tensor"]):
         try:
             tensor = self._assemble(name, entry, size, begin)
         except Exception as error:  # damaged files raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ValueError(f"{self.folder}: cannot read {name} ({reason[:300]})") from None
+            raise self._unreadable(name, error) from None
         return tensor if layer is None else tensor[0]
 
     def _assemble(self, name: str, entry: Any, size: list[int], begin: int) -> "Tensor":
@@ -86,17 +87,39 @@ class PlainCheckpoint(Mapping[str, "Tensor"]):
         return whole
 
     def _piece(self, name: str, chunk: Any) -> "Tensor":
-        import torch
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-        from torch.distributed.checkpoint.utils import _create_file_view
-
-        info = self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        info = self._info(name, chunk)
         with open(self.folder / info.relative_path, "rb") as stream:
-            view: Any = _create_file_view(stream, info.offset, info.length)
-            piece = torch.load(view, map_location="cpu", weights_only=True)
-        if tuple(piece.shape) != tuple(chunk.sizes):
-            raise ValueError(f"a piece has shape {tuple(piece.shape)}, not {tuple(chunk.sizes)}")
-        return piece
+            return _load(stream, info, chunk, "cpu")
+
+    def _info(self, name: str, chunk: Any) -> Any:
+        """Where a piece lies: file, offset, length."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        return self.metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+
+    def in_file(self, name: str) -> tuple[Path, int] | None:
+        """The file that has a tensor's bytes one after another, and where they begin in it.
+
+        None if they lie in several pieces, or in another order.
+
+        Raises:
+            ValueError: the file is missing or damaged.
+        """
+        entry = self._entries[name]
+        if [tuple(chunk.sizes) for chunk in entry.chunks] != [tuple(entry.size)]:
+            return None
+        info = self._info(name, entry.chunks[0])
+        path = self.folder / info.relative_path
+        try:
+            with open(path, "rb") as stream:
+                place = _place(stream, info, entry)
+        except Exception as error:  # damaged files raise anything
+            raise self._unreadable(name, error) from None
+        return None if place is None else (path, place)
+
+    def _unreadable(self, name: str, error: Exception) -> ValueError:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return ValueError(f"{self.folder}: cannot read {name} ({reason[:300]})")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
@@ -111,6 +134,29 @@ class PlainCheckpoint(Mapping[str, "Tensor"]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _load(stream: Any, info: Any, chunk: Any, device: str) -> "Tensor":
+    """One piece; on the meta device without its bytes."""
+    import torch
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    view: Any = _create_file_view(stream, info.offset, info.length)
+    piece = torch.load(view, map_location=device, weights_only=True)
+    if tuple(piece.shape) != tuple(chunk.sizes):
+        raise ValueError(f"a piece has shape {tuple(piece.shape)}, not {tuple(chunk.sizes)}")
+    return piece
+
+
+def _place(stream: Any, info: Any, entry: Any) -> int | None:
+    """Where a whole tensor's bytes begin in the file of its only piece, as `in_file` says."""
+    record = Record(stream, info.offset, info.length)
+    if record.byteorder != sys.byteorder:
+        return None
+    piece = _load(stream, info, entry.chunks[0], "meta")
+    if not piece.is_contiguous() or piece.dtype != entry.properties.dtype:
+        return None
+    return record.data + int(piece.storage_offset()) * piece.element_size()
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -1,8 +1,8 @@
 """safetensors files, read tensor by tensor.
 
 The library's own reader maps whole files into memory; this one reads a tensor into a place that is
-given, so a model larger than memory passes through in pieces. Before anything is used, headers,
-sizes and the index are checked against each other.
+given, or copies its bytes to another file, so a model larger than memory passes through in pieces.
+Before anything is used, headers, sizes and the index are checked against each other.
 
 A file is: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, place of
 the data), the data.
@@ -11,10 +11,12 @@ the data), the data.
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from checkpoints_tools.byte_copy import ByteCopier, Run
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,6 +113,7 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
                 self.entries[key] = entry
         if index.is_file():
             _check_index(index, self.entries)
+        self._copier = ByteCopier()
 
     def __getitem__(self, name: str) -> "Tensor":
         import torch
@@ -129,6 +132,15 @@ class SafetensorsFolder(Mapping[str, "Tensor"]):
         with open(entry.file, "rb", buffering=0) as stream:
             stream.seek(entry.start)
             read_into(stream, place, entry.file)
+
+    def copy_bytes(self, name: str, target: Any, places: Sequence[Run]) -> None:
+        """Write a tensor's bytes to `places` of an open file.
+
+        Raises:
+            OSError: the tensor's file ends too early, or the other cannot be written.
+        """
+        entry = self.entries[name]
+        self._copier.copy(entry.file, [(entry.start, entry.nbytes)], target, places)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)

@@ -7,10 +7,11 @@ what is going to come, and every tensor at its place when it comes.
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from checkpoints_tools.byte_copy import ByteCopier, Run
 from checkpoints_tools.safetensors_files import DTYPES, INDEX, NAMES, SINGLE, Spec, bytes_of
 from checkpoints_tools.write_behind import WriteBehind
 
@@ -43,6 +44,7 @@ class SafetensorsWriter:
             (number, name) for number, names in enumerate(self.files) for name in names
         ]
         self._waiting.reverse()
+        self._copier = ByteCopier()
         self._stream: Any = None
         self._behind: Any = None
         self._open = -1
@@ -54,15 +56,29 @@ class SafetensorsWriter:
         Raises:
             OSError: the disk is full or the folder cannot be written.
         """
-        number, expected = self._waiting.pop()
-        spec = self.specs[name]
         made = Spec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        assert name == expected and made == spec, f"{name} {made}, planned: {expected} {spec}"
+        assert made == self.specs[name], f"{name} {made}, planned: {self.specs[name]}"
+        self._stream_of(name).seek(self._places[name])
+        _write(self._stream, bytes_of(tensor.contiguous()))
+        self._behind.wrote(self.specs[name].nbytes)
+
+    def add_bytes(self, name: str, path: Path, runs: Sequence[Run]) -> None:
+        """Write the next tensor, whose bytes lie in `runs` of the file `path`.
+
+        Raises:
+            OSError: `path` ends too early, the disk is full or the folder cannot be written.
+        """
+        stream, size = self._stream_of(name), self.specs[name].nbytes
+        self._copier.copy(path, runs, stream, [(self._places[name], size)])
+        self._behind.wrote(size)
+
+    def _stream_of(self, name: str) -> Any:
+        """The file that the next tensor goes to."""
+        number, expected = self._waiting.pop()
+        assert name == expected, f"{name}, planned: {expected}"
         if number != self._open:
             self._start(number)
-        self._stream.seek(self._places[name])
-        _write(self._stream, bytes_of(tensor.contiguous()))
-        self._behind.wrote(spec.nbytes)
+        return self._stream
 
     def close(self) -> None:
         """End the last file and write the index."""

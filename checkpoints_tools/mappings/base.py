@@ -52,6 +52,8 @@ class TensorMapping:
         """The other way: views of a checkpoint tensor of `written_shape`, one a target, which
         become the checkpoint tensor of these targets when they are filled. What is padding is set
         to zero here.
+
+        On a tensor of the meta device they say where the bytes of each target lie.
         """
         return self.split(whole)
 

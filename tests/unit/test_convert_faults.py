@@ -228,9 +228,9 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path, capsys, case):
 
 def test_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
     folder = llama_folder(tmp_path / "hf")
-    import checkpoints_tools.safetensors_files as files
+    from checkpoints_tools.byte_copy import ByteCopier
 
-    original, read = files.read_into, []
+    original, read = ByteCopier.copy, []
 
     def stop(*args):
         read.append(1)
@@ -238,7 +238,7 @@ def test_an_interrupted_import_leaves_nothing(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         original(*args)
 
-    monkeypatch.setattr(files, "read_into", stop)
+    monkeypatch.setattr(ByteCopier, "copy", stop)
     with pytest.raises(BaseException, match="|KeyboardInterrupt"):
         convert("import", "--source", folder, "--output", tmp_path / "run")
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}

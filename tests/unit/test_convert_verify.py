@@ -207,8 +207,7 @@ def test_a_checkpoint_of_another_megatron_model(pair, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_tensors_in_pieces_are_put_together(tmp_path):
-    """Each piece of a tensor that several ranks wrote has its place."""
+def test_a_layer_of_a_tensor(tmp_path):
     whole = torch.arange(24.0).reshape(6, 4)
     (tmp_path / "c").mkdir()
     specs = {"a": Spec("float32", (6, 4))}
