@@ -8,6 +8,7 @@ from pathlib import Path
 
 import megatron_lt2
 from data_prep.cli import Progress
+from data_prep.cutting import part_of
 from data_prep.indexed_shard import dtype_for
 from data_prep.inputs import Source, find_inputs
 from data_prep.journal import Journal
@@ -15,12 +16,12 @@ from data_prep.output import Output, finish_interrupted_publish
 from data_prep.progress import Tally, usable_slices
 from data_prep.readers import read_batches
 from data_prep.records import FAULTS
-from data_prep.request import Request, is_up_to_date, part_of
+from data_prep.request import Request, is_up_to_date
 from data_prep.workers import encode_all
 from megatron_lt2.data.manifest import VERSION, Manifest, read_manifest, tokenizer_facts
 from megatron_lt2.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Request", "part_of", "tokenize_files"]
+__all__ = ["Request", "tokenize_files"]
 
 
 def tokenize_files(request: Request) -> int:
@@ -140,9 +141,9 @@ class _Run:
         told = False
         with (
             closing(results),
-            Progress(sum(source.size for source in self.sources)) as progress,
+            Progress(sum(source.to_read for source in self.sources)) as progress,
         ):
-            progress.begin(sum(source.size for source in self.sources[: self.start[0]]))
+            progress.begin(sum(source.to_read for source in self.sources[: self.start[0]]))
             for result in results:
                 output.add(result.data, result.lengths, result.metadata)
                 self.tally.add(result.source_index, len(result.lengths), result.notes)

@@ -6,6 +6,7 @@ while they stream past, for the manifest.
 
 import hashlib
 import lzma
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
@@ -20,7 +21,7 @@ NAMES = {"gz": "gzip", "zst": "zstd", "xz": "xz"}
 
 
 class HashingReader:
-    """Counts and hashes a file's bytes as they are read."""
+    """Counts and hashes the bytes of a file, or of a piece of one, as they are read."""
 
     def __init__(self, stream: BinaryIO, source: Source) -> None:
         self._stream = stream
@@ -29,6 +30,8 @@ class HashingReader:
 
     def read(self, size: int) -> bytes:
         """Up to `size` bytes; empty at the end."""
+        if self._source.span is not None:
+            size = min(size, self._source.to_read - self._source.bytes_read)
         data = self._stream.read(size)
         self._digest.update(data)
         self._source.bytes_read += len(data)
@@ -41,7 +44,8 @@ class HashingReader:
             InputError: it is not as long as it was when it was found.
         """
         self._source.sha256 = self._digest.hexdigest()
-        if self._source.bytes_read != self._source.size:
+        now = self._stream.seek(0, os.SEEK_END) if self._source.span else self._source.bytes_read
+        if self._source.bytes_read != self._source.to_read or now != self._source.size:
             raise InputError(f"{self._source.path}: changed while it was read")
 
 

@@ -92,7 +92,7 @@ class Encoder:
                 try:
                     kept.append((item, self.cutter.pieces(item.text)))
                 except NoBoundary as error:
-                    fault = InputError(f"{batch.path}:{item.line}: {error}", "no_boundaries")
+                    fault = InputError(f"{batch.place(item.line)}: {error}", "no_boundaries")
             if fault is not None:
                 if not self.job.skip_faults:
                     raise fault
@@ -186,7 +186,7 @@ class Encoder:
         lengths = counts + (job.prepend_bos + job.append_eod)
         if len(lengths) and int(lengths.max()) > MAX_LENGTH:
             where = group[int(lengths.argmax())].line
-            raise InputError(f"{batch.path}:{where}: a document of {lengths.max()} tokens")
+            raise InputError(f"{batch.place(where)}: a document of {lengths.max()} tokens")
         ends = np.cumsum(lengths)
         out = np.empty(int(lengths.sum()), self.dtype)
         body = np.ones(len(out), bool)
@@ -201,7 +201,8 @@ class Encoder:
         result.lengths += lengths.tolist()
         if result.metadata is not None:
             for document, length in zip(group, lengths.tolist(), strict=True):
-                said = {"id": document.name or None, "source": batch.path, "line": document.line}
+                line = batch.line(document.line)
+                said = {"id": document.name or None, "source": batch.path, "line": line}
                 said["tokens"] = length
                 result.metadata.append(json.dumps(said, ensure_ascii=False).encode())
 
@@ -213,7 +214,7 @@ class Encoder:
             place = int((ids >= most).argmax())
             document = group[int(np.searchsorted(ends, place, side="right"))]
             raise InputError(
-                f"{batch.path}:{document.line}: token id {ids[place]} is outside the vocabulary "
+                f"{batch.place(document.line)}: token id {ids[place]} is outside the vocabulary "
                 f"of {most}"
             )
 

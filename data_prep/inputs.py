@@ -47,6 +47,13 @@ class Source:
     bytes_read: int = 0
     sha256: str = ""
     """Known after the last batch; of a data set that is no file, over its records."""
+    span: tuple[int, int] | None = None
+    """First and last byte + 1 of the lines that are read; None: the whole file."""
+
+    @property
+    def to_read(self) -> int:
+        """Bytes that are read."""
+        return self.span[1] - self.span[0] if self.span else self.size
 
 
 def find_inputs(patterns: Iterable[str]) -> list[Source]:

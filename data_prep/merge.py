@@ -41,6 +41,7 @@ def merge(output: str, parts: list[str], command: list[str]) -> "Manifest":
         OSError: it cannot be written.
     """
     import megatron_lt2
+    from data_prep.cutting import join_inputs
     from data_prep.journal import Journal
     from data_prep.output import Layout, Output, finish_interrupted_publish
     from data_prep.shard_reader import has_metadata, pieces_of_output
@@ -76,7 +77,9 @@ def merge(output: str, parts: list[str], command: list[str]) -> "Manifest":
             "documents": sum(shard["documents"] for shard in writer.shards),
             "tokens": sum(shard["tokens"] for shard in writer.shards),
             "files": writer.files,
-            "inputs": [entry for manifest in manifests for entry in manifest["inputs"]],
+            "inputs": join_inputs(
+                [entry for manifest in manifests for entry in manifest["inputs"]]
+            ),
             "command": command,
             "lt2_version": megatron_lt2.__version__,
         }

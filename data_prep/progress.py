@@ -56,18 +56,22 @@ class Tally:
 
     def inputs(self) -> list[InputFacts]:
         """What the manifest says of the inputs."""
-        return [
-            {
+        out: list[InputFacts] = []
+        for index, source in enumerate(self.sources):
+            notes = self.notes.get(index, {})
+            facts: InputFacts = {
                 "path": source.path,
                 "bytes": source.size,
                 "mtime_ns": source.mtime_ns,
                 "sha256": source.sha256,
                 "documents": self.documents.get(index, 0),
-                "skipped_empty": self.notes.get(index, {}).get("empty", 0),
-                "notes": dict(sorted(self.notes.get(index, {}).items())),
+                "skipped_empty": notes.get("empty", 0),
+                "notes": dict(sorted(notes.items())),
             }
-            for index, source in enumerate(self.sources)
-        ]
+            if source.span is not None:
+                facts["span"] = list(source.span)
+            out.append(facts)
+        return out
 
 
 def add_notes(into: dict[str, int], notes: dict[str, int]) -> None:
@@ -84,7 +88,7 @@ def usable_slices(
     Those before the first input that is another one now, if tokenizer and options are the same.
     The journal is cut back to them; its first line says what they belong to.
     """
-    now = [[source.path, source.size, source.mtime_ns] for source in sources]
+    now = [[source.path, source.size, source.mtime_ns, *(source.span or ())] for source in sources]
     lines = journal.lines
     kept: list[dict[str, Any]] = []
     if lines and lines[0].get("key") == key:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from data_prep.decompress import HashingReader, pieces_of
 from data_prep.inputs import InputError, Source
@@ -39,6 +40,16 @@ class Batch:
     """The last record is the file's last line and has no newline."""
     notes: dict[str, int] = field(default_factory=dict)
     """What was skipped or changed while reading; see `records`."""
+    begin: int = 0
+    """Byte of the file where lines were counted from."""
+
+    def line(self, number: int) -> int:
+        """The line of the file, for one counted from `begin`; looked up when it is asked for."""
+        return number + (_lines_before(self.path, self.begin) if self.begin else 0)
+
+    def place(self, number: int) -> str:
+        """FILE:LINE of it."""
+        return f"{self.path}:{self.line(number)}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,8 @@ class Batches:
     def _start(self) -> None:
         self._size = 0
         self.batch = Batch(self._index, self._source.path, self.kind, self.number)
+        if self._source.span is not None:
+            self.batch.begin = self._source.span[0]
         if self._ids:
             self.batch.ids = []
 
@@ -105,7 +118,7 @@ def _json_batches(source: Source, index: int, pieces: Iterator[bytes]) -> Iterat
         if previous is not None:
             yield from out.add(previous)
         else:
-            if line.startswith(BYTE_ORDER_MARK):
+            if line.startswith(BYTE_ORDER_MARK) and not out.batch.begin:
                 line = line.removeprefix(BYTE_ORDER_MARK)
                 out.batch.notes["bom"] = 1
             if _may_be_array(source) and line.lstrip()[:1] == b"[":
@@ -160,6 +173,8 @@ def _file_batches(source: Source, index: int, fields: Fields) -> Iterator[Batch]
             stream.seek(0)
             source.sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
         else:
+            if source.span is not None:
+                stream.seek(source.span[0])
             raw = HashingReader(stream, source)
             pieces = pieces_of(source, raw)
             if source.kind == "tar":
@@ -192,7 +207,7 @@ def read_batches(
     """
     for index, source in enumerate(sources):
         if index < start[0]:
-            source.bytes_read = source.size
+            source.bytes_read = source.to_read
             continue
         try:
             for batch in _file_batches(source, index, fields):
@@ -206,14 +221,29 @@ def read_batches(
                 fault = InputError(f"{source.path}: cannot be read: {reason}")
             if not skip_faults:
                 raise fault from None
-            source.sha256 = _checksum(source.path)
+            source.sha256 = sha256_of(source)
             yield Batch(index, source.path, "json", BROKEN, notes={fault.kind: 1})
-        source.bytes_read = source.size
+        source.bytes_read = source.to_read
 
 
-def _checksum(path: str) -> str:
+def sha256_of(source: Source) -> str:
+    """Of what is read of a file, its span if it has one; empty if it cannot be read."""
+    digest, (begin, end) = hashlib.sha256(), source.span or (0, 1 << 62)
     try:
-        with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        with open(source.path, "rb") as stream:
+            stream.seek(begin)
+            while data := stream.read(min(BATCH_BYTES, end - stream.tell())):
+                digest.update(data)
     except OSError:
         return ""
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=64)
+def _lines_before(path: str, begin: int) -> int:
+    """Newlines before a place in a file."""
+    count = 0
+    with open(path, "rb") as stream:
+        while data := stream.read(min(BATCH_BYTES, begin - stream.tell())):
+            count += data.count(b"\n")
+    return count

@@ -34,6 +34,7 @@ class Document:
     """One document before tokenizing."""
 
     line: int
+    """As its batch counts; `Batch.line` makes it that of the file."""
     text: str
     name: str = ""
 
@@ -58,9 +59,9 @@ def documents(batch: Batch, fields: Fields) -> Iterator[Document | InputError]:
                 if not text.strip():
                     continue
                 cut = batch.unfinished and offset == last
-                value = _object(f"{batch.path}:{line}", text, cut)
+                value = _object(batch, line, text, cut)
                 del text
-                text = _text(f"{batch.path}:{line}", value, fields.text_key)
+                text = _text(batch, line, value, fields.text_key)
                 if fields.id_key is not None:
                     name = _name(value, fields.id_key)
                 del value
@@ -79,7 +80,7 @@ def document_texts(batch: Batch, fields: Fields) -> Iterator[tuple[int, str]]:
     for item in documents(batch, fields):
         if isinstance(item, InputError):
             raise item
-        yield item.line, item.text
+        yield batch.line(item.line), item.text
 
 
 def _decode(batch: Batch, line: int, record: bytes) -> str:
@@ -93,12 +94,12 @@ def _decode(batch: Batch, line: int, record: bytes) -> str:
             line += before.count(b"\n")
             position -= before.rfind(b"\n") + 1
         raise InputError(
-            f"{batch.path}:{line}: invalid UTF-8 at byte {position + 1} ({error.reason})",
+            f"{batch.place(line)}: invalid UTF-8 at byte {position + 1} ({error.reason})",
             "invalid_utf8",
         ) from None
 
 
-def _object(place: str, line_text: str, cut: bool) -> dict[str, Any]:
+def _object(batch: Batch, line: int, line_text: str, cut: bool) -> dict[str, Any]:
     try:
         value = json.loads(line_text)
     except (ValueError, RecursionError) as error:
@@ -107,11 +108,12 @@ def _object(place: str, line_text: str, cut: bool) -> dict[str, Any]:
             reason = f"{error.msg.removesuffix(' at')} (column {error.colno})"
         cut_off = "; the file ends in the middle of this line" if cut else ""
         raise InputError(
-            f"{place}: not valid JSON: {reason}{cut_off}", "cut_line" if cut else "not_json"
+            f"{batch.place(line)}: not valid JSON: {reason}{cut_off}",
+            "cut_line" if cut else "not_json",
         ) from None
     if not isinstance(value, dict):
         raise InputError(
-            f"{place}: a {type(value).__name__} instead of a JSON object", "wrong_type"
+            f"{batch.place(line)}: a {type(value).__name__} instead of a JSON object", "wrong_type"
         )
     return value
 
@@ -131,25 +133,26 @@ def _field(value: dict[str, Any], key: str) -> Any:
     return found
 
 
-def _text(place: str, value: dict[str, Any], key: str) -> str:
+def _text(batch: Batch, line: int, value: dict[str, Any], key: str) -> str:
     text = _field(value, key)
     if text is _ABSENT:
         known = ", ".join(sorted(value)[:8]) or "no fields"
         raise InputError(
-            f"{place}: no field {key!r} (it has {known}); see --text-key", "missing_key"
+            f"{batch.place(line)}: no field {key!r} (it has {known}); see --text-key", "missing_key"
         )
     if text is None:
         return ""
     if not isinstance(text, str):
         raise InputError(
-            f"{place}: field {key!r} holds {type(text).__name__}, not text", "wrong_type"
+            f"{batch.place(line)}: field {key!r} holds {type(text).__name__}, not text",
+            "wrong_type",
         )
     if not text.isascii():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{place}: half a surrogate pair in {key!r}: {error}", "surrogate"
+                f"{batch.place(line)}: half a surrogate pair in {key!r}: {error}", "surrogate"
             ) from None
     return text
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from data_prep.encoders import check_available
 from data_prep.encoding import Job
-from data_prep.inputs import InputError, Source
+from data_prep.inputs import Source
 from data_prep.output import Layout
-from megatron_lt2.atomic import sha256_file
+from data_prep.readers import sha256_of
 from megatron_lt2.data.manifest import (
+    InputFacts,
     Manifest,
     Options,
     data_paths,
@@ -31,7 +32,7 @@ class Request:
     overwrite: bool = False
     command: list[str] = field(default_factory=list)
     part: tuple[int, int] = (0, 1)
-    """(i, n): of the inputs only the i-th of n runs of neighbouring files."""
+    """(i, n): of the inputs only the i-th of n runs, see `cutting.part_of`."""
     format: str = "megatron"
     shard_bytes: int | None = None
     prepend_bos: bool = False
@@ -115,31 +116,6 @@ class Request:
         )
 
 
-def part_of(sources: list[Source], part: tuple[int, int]) -> list[Source]:
-    """The i-th of n runs of neighbouring files, as even in bytes as whole files allow.
-
-    Every part has at least one file, and the parts in their order are all files in theirs.
-
-    Raises:
-        ValueError: there are fewer files than parts.
-    """
-    number, count = part
-    if count > len(sources):
-        raise InputError(
-            f"--slice {number}/{count}: there are {len(sources)} input files; use at most so many "
-            "slices"
-        )
-    total, done, first = sum(source.size for source in sources), 0, 0
-    for index in range(number + 1):
-        first_of_part = first
-        goal = total * (index + 1) / count
-        last = len(sources) - (count - index - 1)  # a file for each part that follows
-        while first < last and (first == first_of_part or done < goal):
-            done += sources[first].size
-            first += 1
-    return sources[first_of_part : first if number < count - 1 else None]
-
-
 def is_up_to_date(
     prefix: str, sources: list[Source], tokenizer: Tokenizer, request: Request
 ) -> bool:
@@ -190,14 +166,20 @@ def _difference(
             if before.get(name) != value:
                 return f"another {name.replace('_', ' ')} ({before.get(name)})"
     inputs = manifest["inputs"]
-    if [entry["path"] for entry in inputs] != [source.path for source in sources]:
+    if [_place(entry) for entry in inputs] != [(s.path, s.span) for s in sources]:
         return "other input files"
     for entry, source in zip(inputs, sources, strict=True):
         if source.kind == "hub":
             continue
         same = entry["bytes"] == source.size and (
-            entry["mtime_ns"] == source.mtime_ns or entry["sha256"] == sha256_file(source.path)
+            entry["mtime_ns"] == source.mtime_ns or entry["sha256"] == sha256_of(source)
         )
         if not same:
             return f"another version of {source.path}"
     return None
+
+
+def _place(entry: InputFacts) -> tuple[str, tuple[int, int] | None]:
+    """An input of a manifest: its path, and which bytes of it were read if not all."""
+    span = entry.get("span")
+    return entry["path"], (span[0], span[1]) if span else None

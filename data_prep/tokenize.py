@@ -151,7 +151,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         default=(0, 1),
         metavar="I/N",
         help="only the I-th (from 0) of N runs of neighbouring files, for many machines at once; "
-        "data_prep/merge.py puts the outputs together",
+        "a plain .jsonl or .ndjson larger than an N-th of all is cut between lines (compressed "
+        "files cannot be cut, nor other kinds); data_prep/merge.py puts the outputs together",
     )
     parser.add_argument(
         "--shard-mb",

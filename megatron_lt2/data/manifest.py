@@ -45,10 +45,22 @@ class InputFacts(TypedDict):
     bytes: int
     mtime_ns: int
     sha256: str
+    """Of what was read; empty where pieces of a file were merged, see `pieces`."""
     documents: int
     skipped_empty: int
     notes: NotRequired[dict[str, int]]
     """How much was left out, changed or unusual, by kind; see data_prep/records.py."""
+    span: NotRequired[list[int]]
+    """First and last byte + 1 of what was read, where that is a piece of the file."""
+    pieces: NotRequired[list["PieceFacts"]]
+    """What it was merged of."""
+
+
+class PieceFacts(TypedDict):
+    """A piece of a text file, which one of many jobs read."""
+
+    span: list[int]
+    sha256: str
 
 
 class ShardFacts(TypedDict):

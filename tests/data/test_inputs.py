@@ -261,6 +261,23 @@ def test_empty_documents_anywhere(tokenizer, tmp_path, place):
     assert texts_of(tmp_path / "out", tokenizer) == ["one", "two"]
 
 
+@pytest.mark.parametrize("places", [[0], [1], [2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("bad", ['{"body": "x"}', '{"text": null}', '{"text": 5}', "[]", "{"])
+def test_records_without_text_anywhere(tokenizer, tmp_path, places, bad):
+    """First, in the middle and last: the others stay, and every record is accounted for."""
+    lines = ['{"text": "one"}', '{"text": "two"}']
+    for place in places:
+        lines.insert(place, bad)
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(tokenizer), "--workers"]
+    words += ["1", "--output", str(tmp_path / "out"), "--on-error", "skip"]
+    assert main(words) == (0 if "null" in bad else 3)
+    manifest = read_manifest(tmp_path / "out")
+    assert sum(manifest["inputs"][0]["notes"].values()) == len(places)
+    assert manifest["documents"] == 2
+    assert texts_of(tmp_path / "out", tokenizer) == ["one", "two"]
+
+
 def test_added_tokens_beyond_the_vocabulary_of_the_model(tmp_path):
     """Width and range follow the largest id, not the number of words."""
     path = write_word_tokenizer(tmp_path / "w.json", {"a": 0, "b": 65_534}, eos="</s>")

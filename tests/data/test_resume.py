@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,66 @@ def test_full_disk_keeps_finished_slices(sources, tokenizer, tmp_path):
     for suffix in ("bin", "idx"):
         whole_bytes = (tmp_path / f"whole/out.{suffix}").read_bytes()
         assert (tmp_path / f"a/out.{suffix}").read_bytes() == whole_bytes
+
+
+def mounted(folder: Path, size: int) -> bool:
+    """Put a file system of `size` bytes over a folder, for this process alone; whether it may."""
+    if os.getuid() == 0:
+        os.unshare(os.CLONE_NEWNS)
+    else:
+        os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
+    steps = (
+        ["mount", "--make-rprivate", "/"],
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],
+    )
+    return all(subprocess.run(step).returncode == 0 for step in steps)
+
+
+MAY_NOT_MOUNT = 77
+
+
+@pytest.mark.parametrize("layout", ["one pair", "tars"])
+def test_a_disk_that_fills_up(tmp_path, tokenizer, layout):
+    """A real one: what it ends on need not be a write. Then there is room, and it goes on."""
+    texts = [f"{n} {text}" for n in range(300) for text in TEXTS]
+    source = write_jsonl(tmp_path / "large.jsonl", texts)
+    options = {"format": "webdataset"} if layout == "tars" else {}
+    tokenize_files(asked([source], tokenizer, tmp_path / "whole", slice_bytes=20_000, **options))
+    size = sum(path.stat().st_size for path in (tmp_path / "whole").iterdir())
+    small, copied = tmp_path / "small", tmp_path / "copied"
+    small.mkdir()
+    words = ["--input", str(source), "--tokenizer", str(tokenizer), "--workers", "1"]
+    words += ["--output", str(small / "out"), "--slice-mb", "0.02"]
+    words += ["--format", options.get("format", "megatron")]
+
+    def work() -> int:
+        try:
+            if not mounted(small, size // 2):
+                return MAY_NOT_MOUNT
+        except (AttributeError, OSError):
+            return MAY_NOT_MOUNT
+        first = main(words)
+        left = {path.name.rpartition(".")[2] for path in small.iterdir()}
+        if (first, left) != (2, {"partial"}):
+            return 70
+        slices = len(journal_path(small / "out").read_bytes().splitlines()) - 1
+        if slices < 1:
+            return 71
+        again = ["mount", "-o", f"remount,size={3 * size}", str(small)]
+        if subprocess.run(again).returncode:
+            return MAY_NOT_MOUNT
+        code = main(words)
+        shutil.copytree(small, copied)
+        return code
+
+    code = in_child(work)
+    if code == MAY_NOT_MOUNT:
+        pytest.skip("this user may not mount a file system")
+    assert code == 0
+    for path in (tmp_path / "whole").iterdir():
+        if "manifest" not in path.name:
+            assert (copied / path.name).read_bytes() == path.read_bytes(), path.name
+    assert {path.name for path in copied.iterdir()} == set(os.listdir(tmp_path / "whole"))
 
 
 def test_a_folder_that_cannot_be_written(tokenizer):

@@ -14,6 +14,8 @@ from tiny_text import write_word_tokenizer as write_words
 
 from data_prep import readers
 from data_prep.build import tokenize_files
+from data_prep.indexed_shard import HEADER, IndexedShard
+from data_prep.inputs import InputError
 from data_prep.tokenize import main
 from megatron_lt2.data.manifest import read_manifest
 from megatron_lt2.data.tokenizer import load_tokenizer
@@ -86,6 +88,27 @@ def test_width_follows_the_largest_possible_id(core, tmp_path, largest, dtype):
     assert documents_of(core, prefix) == expected
     assert_built_like_core(core, prefix, expected, dtype, tmp_path)
     assert read_manifest(prefix)["dtype"] == np.dtype(dtype).name
+
+
+def test_places_beyond_32_bits(tmp_path):
+    """Documents whose bytes would begin far behind what an int32 holds; the bytes are not made."""
+    lengths = np.array([2**31 - 1, 5, 2**31 - 1, 2**31 - 1, 1], np.int64)
+    for dtype in ("uint16", "int32"):
+        shard = IndexedShard(tmp_path / dtype, dtype)
+        shard.add(b"", lengths, None)
+        shard.finish()
+        data = (tmp_path / f"{dtype}.idx.partial").read_bytes()[HEADER.size :]
+        assert np.frombuffer(data, "<i4", 5).tolist() == lengths.tolist()
+        expected = [0, *np.cumsum(lengths * np.dtype(dtype).itemsize)[:-1].tolist()]
+        assert np.frombuffer(data, "<i8", 5, 20).tolist() == expected
+        assert expected[-1] > 2**33
+
+
+def test_a_document_of_more_tokens_than_the_index_can_say(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.encoding.MAX_LENGTH", 20)
+    source = write_jsonl(tmp_path / "in.jsonl", ["short", "long " * 40])
+    with pytest.raises(InputError, match=r"in\.jsonl:2: a document of \d+ tokens"):
+        tokenize_files(request([source], folder, tmp_path / "out"))
 
 
 def test_index_made_in_pieces_is_the_same(core, folder, tokenizer, tmp_path, monkeypatch):
