@@ -4,6 +4,7 @@
 #   lib.sh           messages, environment, settings by their short names, ranks of this machine
 #   lib/slurm.sh     signals, requeues, chains: what happens around srun
 #   lib/pretrain.sh  the whole work of a pretraining script
+#   lib/distill.sh   that of a distillation
 #
 # Settings: defaults < YAML file < environment < command line. The trainer reads the environment as
 # LT2_<SECTION>__<FIELD>; lt2_short_names maps the usual short names (TP, MBS, DATA_PATH ...) onto those.
@@ -20,6 +21,8 @@ lt2_environment() {
     # This checkout's code, wherever the environment was built; the caller's folder stays the current one.
     export PYTHONPATH="$LT2_ROOT${PYTHONPATH:+:$PYTHONPATH}"
     export PYTHONUNBUFFERED=1
+    # Compiled kernels; on storage that all nodes share, one of them compiles for all.
+    [[ -z "${LT2_CACHE_DIR:-}" ]] || LT2_CACHE_DIR="$(realpath -m "$LT2_CACHE_DIR")"
 }
 
 # GPUs this shell may use; in a Slurm allocation those of a node, since `salloc` leaves the shell where it was.
@@ -133,3 +136,5 @@ lt2_quote() { # Shell words stay copyable and readable.
 . "$LT2_ROOT/launchers/lib/slurm.sh"
 # shellcheck source=lib/pretrain.sh
 . "$LT2_ROOT/launchers/lib/pretrain.sh"
+# shellcheck source=lib/distill.sh
+. "$LT2_ROOT/launchers/lib/distill.sh"

@@ -40,6 +40,10 @@ lt2_container_flags() { # $1: run folder
     lt2_container=()
     [[ -n "${CONTAINER_IMAGE:-}" ]] || return 0
     local mounts="$LT2_ROOT:$LT2_ROOT,$1:$1${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}"
+    if [[ -n "${LT2_CACHE_DIR:-}" ]]; then # without it kernels are compiled anew in every container
+        mkdir -p "$LT2_CACHE_DIR" || lt2_die 2 "LT2_CACHE_DIR $LT2_CACHE_DIR cannot be made"
+        mounts+=",$LT2_CACHE_DIR:$LT2_CACHE_DIR"
+    fi
     lt2_container=("--container-image=$CONTAINER_IMAGE" "--container-mounts=$mounts"
         "--container-workdir=$PWD" --no-container-mount-home)
 }
@@ -64,7 +68,7 @@ exec python -m torch.distributed.run --nnodes "$SLURM_NNODES" --node-rank "$SLUR
 
 # Fills the array lt2_command with the launch of `python -m megatron_lt2.train "${@:2}"` on $1 ranks.
 lt2_launch_command() {
-    local ranks="$1"
+    local ranks="$1" module="${lt2_module:-megatron_lt2.train}"
     shift
     case "${LT2_LAUNCHER:-srun}" in
     srun | torchrun | spawn) ;;
@@ -81,15 +85,15 @@ lt2_launch_command() {
         if [[ "${LT2_LAUNCHER:-}" == torchrun ]]; then
             export LT2_NODE_RANKS=$((ranks / ${SLURM_JOB_NUM_NODES:-1}))
             lt2_command+=(--ntasks-per-node=1 "--ntasks=${SLURM_JOB_NUM_NODES:-1}")
-            lt2_command+=(bash -c "$LT2_TORCHRUN_SHELL" node -m megatron_lt2.train "$@")
+            lt2_command+=(bash -c "$LT2_TORCHRUN_SHELL" node -m "$module" "$@")
         else
-            lt2_command+=(bash -c "$LT2_RANK_SHELL" rank python -m megatron_lt2.train "$@")
+            lt2_command+=(bash -c "$LT2_RANK_SHELL" rank python -m "$module" "$@")
         fi
     elif [[ "${LT2_LAUNCHER:-}" == torchrun ]]; then
         lt2_command=(python -m torch.distributed.run --standalone --nproc-per-node "$ranks"
-            -m megatron_lt2.train "$@")
+            -m "$module" "$@")
     else
-        lt2_command=(python -m megatron_lt2.tools.spawn --nproc "$ranks" -- -m megatron_lt2.train "$@")
+        lt2_command=(python -m megatron_lt2.tools.spawn --nproc "$ranks" -- -m "$module" "$@")
     fi
 }
 
@@ -169,7 +173,20 @@ lt2_watch_heartbeat() {
     done
 }
 
-lt2_newest_checkpoint() { cat "$1/checkpoints/latest" 2>/dev/null || echo none; }
+lt2_newest_checkpoint() { # of a distillation, also how many scores its last selection has
+    local stage last="" scores
+    for stage in "$1"/stages/*/; do
+        [[ ! -d "$stage" ]] || last="${stage%/}"
+    done
+    if [[ -z "$last" ]]; then
+        cat "$1/checkpoints/latest" 2>/dev/null || echo none
+    elif [[ -d "$last/scores" ]]; then
+        scores=("$last"/scores/*)
+        echo "${last##*/}/${#scores[@]}-scores"
+    else
+        echo "${last##*/}/$(cat "$last/checkpoints/latest" 2>/dev/null || echo none)"
+    fi
+}
 
 # A line in RUN/events.jsonl. $1: run folder, $2: what happened, $3: exit code or empty.
 lt2_event() {
