@@ -6,8 +6,10 @@ full attention, no recomputation, no torch.compile. Prints one JSON line a run.
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +139,17 @@ def run(args: argparse.Namespace, kind: str, rows: int, length: int) -> dict[str
     }
 
 
+def use_table() -> None:
+    """FLA's own candidates as its autotuner chose them on this kind of GPU; nothing of ours."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from megatron_lt2.tuning import autotuners
+    from megatron_lt2.warmup import architecture, known_table
+
+    autotuners.install(
+        autotuners.Tuning(known_table(architecture()), search=True, only_new=True), own_tiles=False
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,10 +162,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--loops", type=int, default=4)
     parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s for MFU")
+    parser.add_argument(
+        "--tuned",
+        action="store_true",
+        help="take FLA's choices for this GPU from megatron_lt2/tuning instead of timing its "
+        "candidates, which takes minutes on a new machine",
+    )
     args = parser.parse_args(argv)
+    if args.tuned:
+        use_table()
     for item in args.runs.split(","):
         kind, rows, length = item.split(":")
-        print(json.dumps(run(args, kind, int(rows), int(length))), flush=True)
+        try:
+            print(json.dumps(run(args, kind, int(rows), int(length))), flush=True)
+        except torch.OutOfMemoryError as error:
+            print(json.dumps({"who": "peer", "case": item, "failed": str(error)[:200]}))
     return 0
 
 

@@ -6,19 +6,18 @@ config with other parallel sizes, and what `check_config` refuses is left out wi
 
 from collections import Counter
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from megatron_lt2.config.checks import check_config, data_parallel_size
 from megatron_lt2.config.errors import ConfigError
-from megatron_lt2.config.schema import ParallelConfig, RunConfig
+from megatron_lt2.config.schema import MemoryConfig, ParallelConfig, RunConfig
 from megatron_lt2.mixers.registry import RECURRENT
 from megatron_lt2.model.cost import (
     MemoryEstimate,
     estimate_memory,
     mixer_names,
-    recomputes,
     value_bytes,
 )
 from megatron_lt2.model.counting import training_flops_per_token
@@ -33,9 +32,9 @@ MAX_MICRO_BATCH = 16
 MAX_GPUS = 16384
 
 RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
+    "none": MemoryConfig(),
+    "cheap": MemoryConfig(recompute_cheap=True),
+    "full": MemoryConfig(recompute_layers=1.0),
 }
 
 CHOICES = (
@@ -90,7 +89,7 @@ class Layout:
             "context_exchange": parallel.context_exchange,
             "data": self.data,
             "micro_batch_size": self.config.training.micro_batch_size,
-            "recompute": "full" if recomputes(self.config) else "none",
+            "recompute": _recompute_name(self.config.memory),
         }
 
     def overrides(self, base: RunConfig) -> list[str]:
@@ -105,11 +104,17 @@ class Layout:
         ]
         if parallel.context_exchange != base.parallel.context_exchange:
             options += ["--parallel.context_exchange", parallel.context_exchange]
-        if recomputes(self.config) != recomputes(base):
-            for name, value in RECOMPUTE.items():
-                given = str(value) if recomputes(self.config) else "null"
-                options += [f"--megatron.transformer.{name}", given]
+        if self.config.memory != base.memory:
+            for name, value in asdict(self.config.memory).items():
+                options += [f"--memory.{name}", str(value).lower()]
         return options
+
+
+def _recompute_name(memory: MemoryConfig) -> str:
+    for name, settings in RECOMPUTE.items():
+        if settings == memory:
+            return name
+    return f"{memory.recompute_layers:.0%}"
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
@@ -149,7 +154,7 @@ def candidates(
                     options("sequence", shared, parallel.sequence),
                     options("context_exchange", ways, parallel.context_exchange),
                     micros,
-                    options("recompute", [False, True], recomputes(base)),
+                    options("recompute", list(RECOMPUTE.values()), base.memory),
                 ):
                     chosen = replace(
                         parallel,
@@ -162,16 +167,12 @@ def candidates(
                     yield _with(base, chosen, micro, again)
 
 
-def _with(base: RunConfig, parallel: ParallelConfig, micro: int, again: bool) -> RunConfig:
-    megatron = base.megatron
-    if again != recomputes(base):
-        transformer = {k: v for k, v in megatron.transformer.items() if k not in RECOMPUTE}
-        megatron = replace(megatron, transformer=transformer | (RECOMPUTE if again else {}))
+def _with(base: RunConfig, parallel: ParallelConfig, micro: int, again: MemoryConfig) -> RunConfig:
     return replace(
         base,
         parallel=parallel,
         training=replace(base.training, micro_batch_size=micro),
-        megatron=megatron,
+        memory=replace(again),
     )
 
 

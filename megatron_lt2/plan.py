@@ -27,8 +27,8 @@ in a step, time of a step. The fastest that fits is chosen, and the options that
 ready for `python -m megatron_lt2.train`.
 
 Settings follow as for the trainer, e.g. --model.vocab_size 128256 --data.sequence_length 32768.
---parallel.*, --training.micro_batch_size and --megatron.transformer.recompute_granularity given
-here are kept: only layouts with that value are listed.
+--parallel.*, --training.micro_batch_size and --memory.* given here are kept: only layouts with that
+value are listed.
 
 Nothing runs, no GPU is needed. Memory is worked out from what each layer keeps (docs/scaling.md);
 times come from constants fitted to one H200 and say little beyond which layout is faster."""
@@ -63,7 +63,8 @@ PINS = {
     "--parallel.context": "context",
     "--parallel.context_exchange": "context_exchange",
     "--training.micro_batch_size": "micro_batch_size",
-    "--megatron.transformer.recompute_granularity": "recompute",
+    "--memory.recompute_cheap": "recompute",
+    "--memory.recompute_layers": "recompute",
 }
 
 

@@ -3,10 +3,10 @@
 `python -m megatron_lt2.plan --scaling-table` prints them.
 """
 
-from megatron_lt2.config.schema import ModelConfig, RunConfig
+from megatron_lt2.config.schema import MemoryConfig, ModelConfig, RunConfig
 from megatron_lt2.layouts import Layout, best_layout
 from megatron_lt2.model.activations import Share, layer_bytes, state_map_bytes
-from megatron_lt2.model.cost import estimate_memory
+from megatron_lt2.model.cost import chunk_bytes, estimate_memory
 from megatron_lt2.model.counting import count_parameters
 from megatron_lt2.model.speed import Machine, estimate_step
 from megatron_lt2.model.traffic import transfers
@@ -18,17 +18,24 @@ MODELS = {
 LENGTHS = {"4k": 2**12, "32k": 2**15, "256k": 2**18, "1M": 2**20}
 GPUS = (8, 64, 256, 1024)
 TOKENS_A_STEP = 2**22
+RECOMPUTED = {"cheap": ", c", "full": ", r"}
+"""How the table marks layouts that recompute."""
 MEMORY = 80e9
 
-MEASURED_PEAKS = (
-    ("4*gdn+full", 2, 4096, False, 102.5e9),
-    ("4*gdn+full", 1, 16384, True, 50.2e9),
-    ("full", 2, 4096, False, 94.7e9),
-    ("gdn", 2, 4096, True, 41.4e9),
-)
-"""docs/performance.md: pattern, rows, tokens, whether layers are recomputed, bytes."""
+NONE, CHEAP = MemoryConfig(), MemoryConfig(recompute_cheap=True)
+HALF = MemoryConfig(recompute_cheap=True, recompute_layers=0.55)
 
-MEASURED_MS = {"matrix products": 328, "recurrences": 102, "attention": 32, "optimizer": 39}
+MEASURED_PEAKS = (
+    ("4*gdn+full", 3, 4096, NONE, 117.0e9),
+    ("4*gdn+full", 4, 4096, NONE, 145.4e9),
+    ("4*gdn+full", 4, 4096, CHEAP, 113.9e9),
+    ("4*gdn+full", 1, 16384, HALF, 71.8e9),
+    ("gdn", 3, 4096, NONE, 119.9e9),
+    ("gdn", 1, 16384, CHEAP, 112.7e9),
+)
+"""docs/performance.md: pattern, rows, tokens, what is recomputed, bytes."""
+
+MEASURED_MS = {"matrix products": 528, "recurrences": 127, "attention": 26, "optimizer": 15}
 """docs/performance.md, of one profiled step."""
 
 
@@ -81,16 +88,15 @@ def _short(layout: Layout) -> str:
     if size["sequence"]:
         words[0] += "+"
     words += [f"DP {size['data']}", f"m {size['micro_batch_size']}"]
-    return ", ".join(words) + (", r" if size["recompute"] == "full" else "")
+    return ", ".join(words) + RECOMPUTED.get(size["recompute"], "")
 
 
-def measured_run(pattern: str, rows: int, length: int, recompute: bool) -> RunConfig:
+def measured_run(pattern: str, rows: int, length: int, memory: MemoryConfig) -> RunConfig:
     """A run whose peak docs/performance.md has: 21 layers, untied vocabulary, one GPU."""
     base = RunConfig(model=ModelConfig(vocab_size=128256, tie_embeddings=False, pattern=pattern))
     base.training.micro_batch_size = base.training.global_batch_size = rows
     base.data.sequence_length = length
-    if recompute:
-        base.megatron.transformer = {"recompute_granularity": "full"}
+    base.memory = memory
     return base
 
 
@@ -100,10 +106,12 @@ def memory_table() -> str:
         "| one H200, 1.3B shape, sequences a step | recomputed | measured GB | estimate | off by |",
         "|---|---|---|---|---|",
     ]
-    for pattern, rows, length, recompute, peak in MEASURED_PEAKS:
-        estimate = estimate_memory(measured_run(pattern, rows, length, recompute), 1, 2).total
+    for pattern, rows, length, memory, peak in MEASURED_PEAKS:
+        estimate = estimate_memory(measured_run(pattern, rows, length, memory), 1, 2).total
+        again = "cheap" if memory.recompute_cheap else "nothing"
+        again += f", {memory.recompute_layers:.0%} of layers" if memory.recompute_layers else ""
         lines.append(
-            f"| `{pattern}`, {rows} x {length:,} | {'layers' if recompute else 'nothing'} | "
+            f"| `{pattern}`, {rows} x {length:,} | {again} | "
             f"{peak / 1e9:.1f} | {estimate / 1e9:.1f} | {estimate / peak - 1:+.1%} |"
         )
     return "\n".join(lines)
@@ -123,10 +131,10 @@ def numbers_table() -> str:
     rows = {
         "kept by a Gated DeltaNet layer, a token and pass": f"{gdn / 1e3:.1f} kB",
         "kept by a full-attention layer, a token and pass": f"{full / 1e3:.1f} kB",
-        "logits, a token": f"{vocabulary * 6 / 1e3:.0f} kB",
+        "logits that exist at a time": f"{chunk_bytes(1e9, vocabulary, 2) / 1e6:.0f} MB",
         "state map of a Gated DeltaNet layer": f"{state / 1e6:.1f} MB",
         "sent by a rank at TP 2, a million tokens": f"{tensor / TOKENS_A_STEP * 1e6 / 1e9:.0f} GB",
-        "tokens/s of the first run above (measured: 9,532, 10,153 and 10,521)": f"{speed:,.0f}",
+        "tokens/s of the first run above (measured: 13,811 to 14,140)": f"{speed:,.0f}",
         **{
             f"its {name}, ms (measured: {known})": f"{time.parts[name] * 1e3:.0f}"
             for name, known in MEASURED_MS.items()

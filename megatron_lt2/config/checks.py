@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_lt2.config.errors import ConfigError
+from megatron_lt2.config.fp8 import check_fp8
 from megatron_lt2.config.mixers import SPARSE
 from megatron_lt2.config.schema import ModelConfig, RunConfig
 from megatron_lt2.mixers.registry import MIXER_NAMES, RECURRENT, get_mixer, recurrent_mixer
@@ -39,6 +40,7 @@ def check_config(config: RunConfig, world_size: int, *, need_data: bool = True) 
     _check_pipeline(config, world_size)
     _check_schedule(config)
     _check_data(config, need_data)
+    check_fp8(config)
 
 
 def _refuse(message: str) -> None:
@@ -131,7 +133,17 @@ def _mixer_numbers(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_supported(config: RunConfig) -> None:
-    for name in ("fp8", "fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
+    share = config.memory.recompute_layers
+    if not 0 <= share <= 1:
+        _refuse(f"memory.recompute_layers is {share}; it is a share, set a number from 0 to 1")
+    if 0 < share < 1 and "dsa" in expand_pattern(
+        config.model.pattern, config.model.num_layers, MIXER_NAMES
+    ):
+        _refuse(
+            f"memory.recompute_layers {share} would compare the selections of dsa's loops in two "
+            "orders; set it to 0 or 1"
+        )
+    for name in ("fp4", "cpu_offloading", "mtp_num_layers", "num_moe_experts"):
         if config.megatron.transformer.get(name):
             _refuse(
                 f"megatron.transformer.{name} {config.megatron.transformer[name]!r} is not "

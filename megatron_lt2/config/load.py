@@ -30,7 +30,7 @@ ENV_PREFIX = "LT2"
 SCRIPT_VARIABLES = tuple(
     f"{ENV_PREFIX}_{name}"
     for name in (
-        *("CONFIG", "RUN_DIR", "FORCE_CPU", "VENV", "PYTHON", "ROOT", "NPROC"),
+        *("CONFIG", "RUN_DIR", "FORCE_CPU", "CACHE_DIR", "VENV", "PYTHON", "ROOT", "NPROC"),
         *("DRY_RUN", "SMOKE", "LAUNCHER", "SAVED", "SPAWNED", "HUNG", "LOG_DIR", "HANG_TIMEOUT"),
         *("CHAIN", "CHAIN_ID", "CHAIN_LEFT", "MAX_RETRIES", "SAVE_SECONDS", "SBATCH_ARGS"),
         *("NODE_RANKS", "SLURM_DIR", "STOP_FILE", "RANK_SHELL", "TORCHRUN_SHELL"),
@@ -105,6 +105,30 @@ def load_config(
     return config
 
 
+def from_values(values: dict[str, Any], where: str) -> RunConfig:
+    """A RunConfig of plain values, typed and with known keys; the environment plays no part.
+
+    Args:
+        values: sections as a YAML file has them.
+        where: what errors begin with.
+
+    Raises:
+        ConfigError: one line that names the setting and what is wrong with it.
+    """
+    _check_keys(RunConfig, values, where, "")
+    parser = build_parser("", "")
+    try:
+        built = parser.instantiate(parser.parse_object(values, env=False))
+    except Exception as error:  # jsonargparse raises several unrelated types
+        raise ConfigError(f"{where}: {_one_line(error, ())}") from None
+    config = _as_run_config(built)
+    for section in fields(config.megatron):
+        given = getattr(config.megatron, section.name)
+        if given:
+            check_names(section.name, given, field_names(section.name))
+    return config
+
+
 def load_saved(path: str | Path) -> RunConfig:
     """Read a resolved config written by `save_config`; the environment plays no part.
 
@@ -149,7 +173,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read the config file ({error})") from None
     try:
-        loaded = yaml.load(text, Loader=_StrictLoader)
+        loaded = yaml.load(text, Loader=StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else path
@@ -164,7 +188,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     return loaded
 
 
-class _StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Refuses a key that stands twice in one section, where YAML would take the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

@@ -48,6 +48,13 @@ OWNED: dict[str, dict[str, str]] = {
         "virtual_pipeline_model_parallel_size": "model.loops",
         "bf16": "precision.dtype",
         "params_dtype": "precision.dtype",
+        "fp8": "precision.fp8",
+        "fp8_recipe": "precision.fp8",
+        "recompute_granularity": "memory.recompute_layers",
+        "recompute_method": "memory.recompute_layers",
+        "recompute_num_layers": "memory.recompute_layers",
+        "recompute_modules": "memory.recompute_cheap",
+        "gradient_accumulation_fusion": "precision.dtype",
     },
     "ddp": {
         "use_distributed_optimizer": "parallel.distributed_optimizer",
@@ -79,6 +86,7 @@ ARCHITECTURE = (
     *("calculate_per_token_loss", "hetereogenous_dist_checkpoint", "pipeline_dtype"),
     *("overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p", "variable_seq_lengths"),
     *("defer_embedding_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+    *("cross_entropy_loss_fusion", "cross_entropy_fusion_impl", "fp8_output_proj"),
     "num_microbatches_with_partial_activation_checkpoints",
 )
 """Fields that LT2's layers, initial weights or trainer fix: set, they do nothing or break."""

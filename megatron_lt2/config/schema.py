@@ -338,6 +338,10 @@ class PrecisionConfig:
     """Weights and activations: bf16 with fp32 master weights, or fp32; 'auto': bf16 on GPU, fp32
     on CPU."""
 
+    fp8: Literal["none", "delayed", "current", "block"] = "none"
+    """Matrix products of the layers in FP8, through Transformer Engine, by this scaling recipe;
+    recurrences, attention, norms, gates, the head and the embedding stay in bf16."""
+
     kernels: Literal["auto", "fla", "torch"] = "auto"
     """Recurrence kernels: FLA's Triton kernels or the plain torch chunk form; 'auto': FLA on
     GPU."""
@@ -345,6 +349,24 @@ class PrecisionConfig:
     selftest: bool = True
     """At start, compare each mixer's GPU kernel with the plain recurrence on random numbers, and
     refuse to train if they differ by more than rounding."""
+
+    warmup: Literal["auto", "off"] = "auto"
+    """On a GPU, 'auto': FLA's kernels take tuned configurations where there are some for this GPU,
+    and the first rank of a node compiles all kernels side by side if the cache lacks them (see
+    `python -m megatron_lt2.warmup`). 'off': FLA times its candidates during the first step."""
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    """What the backward pass needs: kept since the forward pass, or made again."""
+
+    recompute_cheap: bool = False
+    """Make norms, the convolution and the gated norm again instead of keeping their outputs: a
+    third less memory for 2 to 3 % of the time; the gradients are the same to the last bit."""
+
+    recompute_layers: float = 0.0
+    """Share of the T x N passes through a layer that keep only their input and run again in the
+    backward pass, the earliest ones; 1: all, for a third more time."""
 
 
 @dataclass(kw_only=True)
@@ -388,7 +410,7 @@ class MegatronConfig:
     """Any further field of megatron-core's own configs, by its megatron-core name."""
 
     transformer: dict[str, Any] = field(default_factory=dict)
-    """Fields of megatron.core.transformer.TransformerConfig, e.g. recompute_granularity: full."""
+    """Fields of megatron.core.transformer.TransformerConfig, e.g. deterministic_mode: true."""
 
     ddp: dict[str, Any] = field(default_factory=dict)
     """Fields of megatron.core.distributed.DistributedDataParallelConfig, e.g. bucket_size:
@@ -412,6 +434,7 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

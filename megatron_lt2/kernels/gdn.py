@@ -25,6 +25,7 @@ def gated_delta_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    scale_qk: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with L2-normalised queries and keys.
 
@@ -34,6 +35,7 @@ def gated_delta_rule(
         backend: "fla" or "torch".
         cu_seqlens: see `megatron_lt2.kernels.simple_gla.simple_gla`.
         output_final_state: also return the state after each document.
+        scale_qk: normalise q and k here; they have length 1 already if not.
 
     Returns:
         Output [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in fp32 or None.
@@ -50,6 +52,7 @@ def gated_delta_rule(
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
             scale=scale,
+            qk_l2norm=scale_qk,
         )
     gates = {"g": g_BTH, "beta": beta_BTH}
     _guard(q_BTHK, k_BTHK, v_BTHV, gates, cu_seqlens, initial_state)
@@ -63,7 +66,7 @@ def gated_delta_rule(
         scale=scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=scale_qk,
         cu_seqlens=cu_seqlens,
     )
 
@@ -84,6 +87,7 @@ def gated_delta_net(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    scale_qk: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated DeltaNet from raw gates: `gated_delta_rule` with
 
@@ -92,14 +96,15 @@ def gated_delta_net(
     On FLA both are made inside the kernel, unless there is padding.
 
     Args:
-        q_BTHK, k_BTHK, v_BTHV: queries, keys, values; q and k are L2-normalised here.
+        q_BTHK, k_BTHK, v_BTHV: queries, keys, values; q and k are L2-normalised here,
+            unless `scale_qk` is off.
         a_BTH, b_BTH: decay and write strength before their activations.
         A_log_H, dt_bias_H: one number a head.
         backend: "fla" or "torch".
         allow_neg_eigval: write strengths in (0, 2).
         real_BT: bool, False for padding, which leaves the state alone; default: all tokens are
             real.
-        scale, initial_state, cu_seqlens, output_final_state: as `gated_delta_rule`.
+        scale, initial_state, cu_seqlens, output_final_state, scale_qk: as `gated_delta_rule`.
 
     Returns:
         Output [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in fp32 or None.
@@ -129,6 +134,7 @@ def gated_delta_net(
             initial_state=initial_state,
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
+            scale_qk=scale_qk,
         )
     _guard(q_BTHK, k_BTHK, v_BTHV, {"a": a_BTH, "b": b_BTH}, cu_seqlens, initial_state)
     tensors = (q_BTHK, k_BTHK, v_BTHV, a_BTH, b_BTH, A_log_H, dt_bias_H)
@@ -143,7 +149,7 @@ def gated_delta_net(
         scale=scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=scale_qk,
         use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
         allow_neg_eigval=allow_neg_eigval,
@@ -162,6 +168,7 @@ def delta_rule(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    scale_qk: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """DeltaNet's rule: `gated_delta_rule` without decay.
 
@@ -178,6 +185,7 @@ def delta_rule(
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
             scale=scale,
+            qk_l2norm=scale_qk,
         )
     if q_BTHK.dtype == torch.float32:
         return gated_delta_rule(
@@ -191,6 +199,7 @@ def delta_rule(
             initial_state=initial_state,
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
+            scale_qk=scale_qk,
         )
     _guard(q_BTHK, k_BTHK, v_BTHV, {"beta": beta_BTH}, cu_seqlens, initial_state)
     tensors = (q_BTHK, k_BTHK, v_BTHV, beta_BTH)
@@ -201,7 +210,7 @@ def delta_rule(
         scale=scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=scale_qk,
         cu_seqlens=cu_seqlens,
     )
 

@@ -108,11 +108,15 @@ def guard_head_parameters(heads: int, **parameters: tuple[Tensor, int]) -> None:
 
 
 def guard_conv(
-    x_BTD: Tensor, weight_DW: Tensor, bias_D: Tensor | None, cu_seqlens: Tensor | None
+    x_BTD: Tensor,
+    weight_DW: Tensor,
+    bias_D: Tensor | None,
+    state_NDW: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> None:
-    """Conditions of FLA's convolution.
+    """Conditions of the convolution kernels, FLA's and ours.
 
-    A packed batch of two rows would get a wrong weight gradient there (FLA #955).
+    A packed batch of two rows would get a wrong weight gradient from FLA's (FLA #955).
 
     Raises:
         ValueError: one of them is not met.
@@ -120,7 +124,7 @@ def guard_conv(
     check_device(x_BTD.device.type)
     check_dtypes(x=x_BTD)
     check_packed(cu_seqlens, x_BTD.shape[0])
-    channels = weight_DW.shape[0]
+    channels, taps = weight_DW.shape
     if x_BTD.shape[-1] != channels:
         raise ValueError(
             f"The convolution has {channels} channels, but its input has {x_BTD.shape[-1]}."
@@ -129,6 +133,12 @@ def guard_conv(
         raise ValueError(
             f"The convolution has {channels} channels, but its bias has shape"
             f" {tuple(bias_D.shape)}."
+        )
+    documents = x_BTD.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if state_NDW is not None and tuple(state_NDW.shape) != (documents, channels, taps - 1):
+        raise ValueError(
+            f"The convolution state must have shape {(documents, channels, taps - 1)},"
+            f" not {tuple(state_NDW.shape)}."
         )
 
 

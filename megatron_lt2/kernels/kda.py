@@ -25,6 +25,7 @@ def kimi_delta_attention(
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    scale_qk: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention from raw gates: the delta rule with a decay a channel and with
 
@@ -33,7 +34,7 @@ def kimi_delta_attention(
     On FLA both are made inside the kernel, unless there is padding.
 
     Args:
-        q_BTHK, k_BTHK, v_BTHV: queries, keys, values; q and k are L2-normalised here.
+        q_BTHK, k_BTHK, v_BTHV: queries, keys, values; see `scale_qk` for q and k.
         a_BTHK, b_BTH: decay and write strength before their activations.
         A_log_H: one number a head.
         dt_bias_HK: one number a head and key channel [H*K].
@@ -45,6 +46,7 @@ def kimi_delta_attention(
         initial_state: state before the first token of each document [N, H, K, V]; default zero.
         cu_seqlens: see `megatron_lt2.kernels.simple_gla.simple_gla`.
         output_final_state: also return the state after each document.
+        scale_qk: normalise q and k here; they have length 1 already if not.
 
     Returns:
         Output [B, T, H, V] in v's dtype, and the final state [N, H, K, V] in fp32 or None.
@@ -76,6 +78,7 @@ def kimi_delta_attention(
             cu_seqlens=cu_seqlens,
             output_final_state=output_final_state,
             scale=scale,
+            qk_l2norm=scale_qk,
         )
     guard_recurrence(
         "Kimi Delta Attention",
@@ -105,7 +108,7 @@ def kimi_delta_attention(
         scale=scale,
         initial_state=None if initial_state is None else initial_state.float(),
         output_final_state=output_final_state,
-        use_qk_l2norm_in_kernel=True,
+        use_qk_l2norm_in_kernel=scale_qk,
         cu_seqlens=cu_seqlens,
         **raw,
     )

@@ -71,3 +71,13 @@ def rotary(
             positions_BT = document_positions(cu_seqlens, length)[None]
     cos, sin = rope_cos_sin(positions_BT, dim, theta)
     return apply_rope(q_BTHK, cos, sin), apply_rope(k_BTHK, cos, sin)
+
+
+def rotate_by_tables(
+    q_BTHK: Tensor, k_BTHK: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`rotary` on FLA's kernel with tables given: cos and sin [T, K/2] of each token's position,
+    the same in every row, in q's dtype."""
+    kernel = fla_function("fla.modules.rotary", "rotary_embedding")
+    q, k = (kernel(x, cos, sin) for x in (q_BTHK, k_BTHK))
+    return q, k

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -27,6 +26,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megatron_lt2.config.schema import ModelConfig
+from megatron_lt2.kernels.rotary import rotate_by_tables
+from megatron_lt2.kernels.row_attention import row_attention
 from megatron_lt2.kernels.window import (
     FLASH_DTYPES,
     varlen_attention,
@@ -41,6 +42,7 @@ from megatron_lt2.parallel.attention_exchange import (
     to_tokens,
     with_earlier_keys,
 )
+from megatron_lt2.parallel.linear import column_linear, row_linear
 from megatron_lt2.parallel.sequence import SequenceShard, ShardedSequence
 from megatron_lt2.recurrent.initial import truncated_normal
 
@@ -63,6 +65,23 @@ class FullAttention(SelfAttention):
 
         rows = self.linear_qkv_out_dim
         declare(self.linear_qkv.weight, init=zero_gate, shards=Shards((rows,)))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As megatron-core's, but that the core rotates queries and keys where it has a kernel."""
+        core: Any = self.core_attention
+        core.angles = None
+        if core.takes_angles(rotary_pos_emb):
+            core.angles, rotary_pos_emb = rotary_pos_emb, None
+        return super().forward(
+            hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb, **kwargs
+        )
 
 
 class CausalCoreAttention(MegatronModule):
@@ -95,6 +114,7 @@ class CausalCoreAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale, self.windows, self.kernels = softmax_scale, tuple(windows), kernels
         self.context_group = None if pg_collection is None else pg_collection.cp
+        self.angles: Tensor | None = None
         for window in self.windows:
             _check_core(config, window)
 
@@ -118,6 +138,8 @@ class CausalCoreAttention(MegatronModule):
         """
         assert attention_bias is None, "CausalCoreAttention has no attention bias"
         window = self.windows[min(loop_number(attention_mask), len(self.windows) - 1)]
+        if self.angles is not None:
+            query, key = _rotated(query, key, self.angles)
         if self.config.context_parallel_size > 1:
             shard = _shard_of(packed_seq_params)
             return self._sharded(query, key, value, window, shard, packed_seq_params).flatten(2)
@@ -128,6 +150,16 @@ class CausalCoreAttention(MegatronModule):
             q, k, v = (x.unsqueeze(1) for x in (query, key, value))
             return self._whole(q, k, v, window, bounds, longest).squeeze(1).flatten(1)
         return self._whole(query, key, value, window, bounds, longest).flatten(2)
+
+    def takes_angles(self, angles: Any) -> bool:
+        """Whether `forward` is to rotate queries and keys by `angles` [s, 1, 1, d], once they are
+        left in the attribute of that name: with FLA's kernel, where megatron-core would need seven
+        operations."""
+        return (
+            self.kernels == "fla"
+            and isinstance(angles, Tensor)
+            and not self.config.rotary_interleaved
+        )
 
     def _sharded(
         self,
@@ -184,18 +216,14 @@ class CausalCoreAttention(MegatronModule):
             )
         if earlier and q.is_cuda and q.dtype in FLASH_DTYPES:
             return varlen_rows(q, k, v, scale=self.softmax_scale)
+        if not earlier:
+            return row_attention(q, k, v, scale=self.softmax_scale)
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         # torch's causal mask begins at the first key, so fewer queries need one of their own.
-        mask = _causal_mask(q.shape[2], k.shape[2], q.device) if earlier else None
+        mask = _causal_mask(q.shape[2], k.shape[2], q.device)
         out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=grouped,
+            q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=grouped
         )
         return out.transpose(1, 2)
 
@@ -222,19 +250,35 @@ class CausalCoreAttention(MegatronModule):
                 max_length=longest,
                 earlier=earlier,
             )[0]
+        documents = len(bounds) - 1
+        if not earlier and documents * longest == len(q):  # all as long as the longest
+            q, k, v = (x.unflatten(0, (documents, longest)) for x in (q, k, v))
+            return self._attend(q, k, v, None).flatten(0, 1)
         if q.is_cuda and q.dtype in FLASH_DTYPES:
             return varlen_attention(
                 q, k, v, bounds, longest, scale=self.softmax_scale, earlier=earlier
             )
-        documents = []
+        outputs = []
         starts = bounds.tolist()
         for start, end in zip(starts[:-1], starts[1:], strict=True):
             first = start + earlier if start else 0
             keys = slice(first, end + earlier)
-            documents.append(
-                self._attend(q[None, start:end], k[None, keys], v[None, keys], None)[0]
-            )
-        return torch.cat(documents)
+            outputs.append(self._attend(q[None, start:end], k[None, keys], v[None, keys], None)[0])
+        return torch.cat(outputs)
+
+
+def _rotated(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys, [s, b, heads, d] or [t, heads, d], by angles [s, 1, 1, d]."""
+    tables = getattr(angles, "lt2_tables", None)
+    if tables is None:  # once for all layers and loops
+        half = angles[:, 0, 0, : angles.shape[-1] // 2]
+        tables = half.cos().to(query.dtype), half.sin().to(query.dtype)
+        angles.lt2_tables = tables  # type: ignore[attr-defined]  # tensors take attributes
+    if query.dim() == 3:
+        q, k = rotate_by_tables(query[None], key[None], *tables)
+        return q[0], k[0]
+    q, k = rotate_by_tables(query.transpose(0, 1), key.transpose(0, 1), *tables)
+    return q.transpose(0, 1), k.transpose(0, 1)
 
 
 def loop_number(attention_mask: Tensor | None) -> int:
@@ -287,9 +331,9 @@ def attention_spec(
             "init_cutoff": model.init.cutoff,
         },
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
+            linear_qkv=column_linear,
             core_attention=functools.partial(CausalCoreAttention, windows=windows, kernels=kernels),
-            linear_proj=RowParallelLinear,
+            linear_proj=row_linear,
         ),
     )
 

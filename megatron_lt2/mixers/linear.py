@@ -8,16 +8,14 @@ computed in slices and gathered (recurrent/base.py).
 Shapes: [s, b, d] outside as everywhere in megatron-core; [B, T, H, channels] in the recurrence.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,12 +26,12 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor, nn
 
-from megatron_lt2.kernels.conv import causal_conv1d
+from megatron_lt2.kernels.conv import Part, convolve_parts
+from megatron_lt2.kernels.rematerialise import drop_and_rebuild
 from megatron_lt2.mixers.linear_heads import check_heads, mix_by_heads
 from megatron_lt2.mixers.linear_norm import output_norm
 from megatron_lt2.mixers.linear_parts import (
     OutputNorm,
-    Products,
     ShortConv,
     WayUp,
     check_splits,
@@ -43,16 +41,14 @@ from megatron_lt2.mixers.linear_shards import mix_shard, positions_of, shard_of,
 from megatron_lt2.mixers.parameters import Shards, declare, new_parameter
 from megatron_lt2.mixers.section_keys import split_sections
 from megatron_lt2.parallel.halo import exchange_halo
+from megatron_lt2.parallel.linear import column_linear, row_linear
+from megatron_lt2.parallel.remake import remakable
 from megatron_lt2.parallel.sectioned_linear import sectioned_linear
 from megatron_lt2.parallel.sequence import SequenceShard
 from megatron_lt2.recurrent.base import RecurrentMixer, Scan
 
 NARROW = 256
 """A section of fewer rows shares its matrix product with narrow neighbours."""
-
-MANY_TOKENS = 16384
-"""From here on each wide section has a matrix product of its own, so that no kernel behind it has
-to copy its slice; below, the time to launch kernels counts more, and products are shared."""
 
 
 class LinearMixer(MegatronModule):
@@ -92,7 +88,7 @@ class LinearMixer(MegatronModule):
             check_heads(self.heads, groups.cp.size())
         dtype = config.params_dtype
         rows = tuple(layout.rows(name) for name in layout.sections)
-        self.in_proj = ColumnParallelLinear(
+        self.in_proj = column_linear(
             config.hidden_size,
             sum(rows),
             config=config,
@@ -102,8 +98,7 @@ class LinearMixer(MegatronModule):
             tp_group=groups.tp,
         )
         declare(self.in_proj.weight, shards=Shards(rows))
-        self.shared_products = group_sections(layout, narrow=sum(rows) + 1)
-        self.own_products = group_sections(layout, narrow=NARROW * self.tp_size)
+        self.products = group_sections(layout, narrow=NARROW * self.tp_size)
         self.conv1d: ShortConv | None = None
         if layout.conv_names:
             conv_rows = tuple(layout.rows(name) for name in layout.conv_names)
@@ -123,7 +118,7 @@ class LinearMixer(MegatronModule):
             declare(parameter, init=weight.init, shards=Shards((numbers,)))
             self.register_parameter(name, parameter)
         self.out_norm = OutputNorm(layout, self.tp_size, dtype)
-        self.out_proj = RowParallelLinear(
+        self.out_proj = row_linear(
             layout.heads * layout.head_v_dim,
             config.hidden_size,
             config=config,
@@ -152,56 +147,65 @@ class LinearMixer(MegatronModule):
                 "generate there"
             )
         shard = shard_of(packed_seq_params, self.pg_collection.cp.size())
-        products, pieces = self._projected(hidden_states)
+        pieces = self._projected(hidden_states)
         if shard is not None and self.by_heads:
-            mixed, gate = mix_by_heads(self, self._split(products, pieces), shard)
+            mixed, gate = mix_by_heads(self, self._split(pieces), shard)
         else:
             cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
-            mixed, gate = self._mix(products, pieces, cu_seqlens, shard)
-        weight, tp = self.out_norm.weight, self.pg_collection.tp
-        mixed = output_norm(mixed, gate, weight, self.layout, tp, self.kernels)
-        out, _ = self.out_proj(mixed.flatten(2).transpose(0, 1).contiguous())
+            mixed, gate = self._mix(pieces, cu_seqlens, shard)
+        kept = (mixed, self.out_norm.weight) + (() if gate is None else (gate,))
+        normed = self._normed(*kept)
+        across = self.layout.norm == "layer" and self.tp_size > 1
+        if getattr(self.config, "recompute_cheap", False) and not across:
+            normed = remakable(normed, kept, self._normed)
+        out, _ = self.out_proj(normed)
         return out, None
 
-    def _projected(self, x: Tensor) -> tuple[Products, list[Tensor]]:
-        """[s, b, d] -> the matrix products made, each [b, s, rows of its sections]."""
+    def _normed(self, mixed: Tensor, weight: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Norm and gate of the recurrence's output [b, s, H, V] -> [s, b, H * V]."""
+        tp = self.pg_collection.tp
+        normed = output_norm(mixed, gate, weight, self.layout, tp, self.kernels)
+        return normed.flatten(2).transpose(0, 1).contiguous()
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """[s, b, d] -> `self.products`, each [b, s, rows of its sections]."""
         gather = self.config.sequence_parallel
-        tokens = x.shape[0] * x.shape[1] * (self.tp_size if gather else 1)
-        products = self.own_products if tokens >= MANY_TOKENS else self.shared_products
-        widths = [sum(self._sizes(names)) for names in products]
+        widths = [sum(self._sizes(names)) for names in self.products]
+        if self.config.fp8:  # one product, whose quantised weight serves all loops of a step
+            whole, _ = self.in_proj(x)
+            return list(whole.transpose(0, 1).split(widths, dim=-1))
         group = self.pg_collection.tp
-        return products, list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
+        return list(sectioned_linear(x, self.in_proj.weight, widths, group, gather))
 
     def _sizes(self, names: tuple[str, ...]) -> list[int]:
         """Rows of sections on this rank."""
         return [self.layout.rows(name) // self.tp_size for name in names]
 
-    def _split(self, products: Products, pieces: list[Tensor]) -> dict[str, Tensor]:
-        """The sections of the matrix products."""
+    def _split(self, pieces: list[Tensor], skip: int = 0) -> dict[str, Tensor]:
+        """The sections of the matrix products but the first `skip`."""
         parts: dict[str, Tensor] = {}
-        for names, piece in zip(products, pieces, strict=True):
+        for names, piece in zip(self.products[skip:], pieces[skip:], strict=True):
             parts |= zip(names, torch.split(piece, self._sizes(names), dim=-1), strict=True)
         return parts
 
     def _mix(
-        self,
-        products: Products,
-        pieces: list[Tensor],
-        cu_seqlens: Tensor | None,
-        shard: SequenceShard | None,
+        self, pieces: list[Tensor], cu_seqlens: Tensor | None, shard: SequenceShard | None
     ) -> tuple[Tensor, Tensor | None]:
         """Output of the recurrence and the gate on it, [b, s, H, V]; changes `pieces`."""
-        self._convolve(pieces, products, cu_seqlens, shard)
-        parts = self._sections(self._split(products, pieces))
+        convolved, rebuild = self._convolve(pieces, cu_seqlens, shard)
+        # All sections with a convolution are one product, the first.
+        parts = self._sections(convolved | self._split(pieces, skip=1 if convolved else 0))
         own = {name: getattr(self, name) for name in self.layout.weights}
         first = self.pg_collection.tp.rank() * self.heads
-        scan = Scan(self.kernels, slice(first, first + self.heads), cu_seqlens)
+        scan = Scan(self.kernels, slice(first, first + self.heads), cu_seqlens, scaled=True)
         if shard is None:
             mixed, _ = self.recurrent.mix(parts, own, scan)
         else:
             if self.recurrent.reads_positions:
                 scan = replace(scan, positions=positions_of(shard, pieces[0].device))
             mixed = mix_shard(self.recurrent, parts, own, scan, shard, self.pg_collection.cp)
+        if convolved and self.training and getattr(self.config, "recompute_cheap", False):
+            drop_and_rebuild(list(convolved.values()), rebuild, mixed)
         return mixed, None if self.layout.gate is None else parts[self.layout.gate]
 
     def _sections(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -216,41 +220,43 @@ class LinearMixer(MegatronModule):
         }
 
     def _convolve(
-        self,
-        pieces: list[Tensor],
-        products: Products,
-        cu_seqlens: Tensor | None,
-        shard: SequenceShard | None,
-    ) -> None:
-        """Replace the pieces of sections with a convolution, the leading ones, by its outputs."""
-        conv = self.conv1d
+        self, pieces: list[Tensor], cu_seqlens: Tensor | None, shard: SequenceShard | None
+    ) -> tuple[dict[str, Tensor], Callable[..., Any]]:
+        """The sections that are convolved, and what writes them again; changes `pieces`."""
+        conv, names = self.conv1d, self.layout.conv_names
         if conv is None:
-            return
-        count = sum(self.layout.sections[names[0]].conv for names in products)
-        widths = [sum(self._sizes(names)) for names in products[:count]]
-        weights = conv.weight.split(widths)
-        biases = (None,) * count if conv.bias is None else conv.bias.split(widths)
-        before: list[Tensor | None] = [None] * count
+            return {}, lambda: None
+        before: Tensor | None = None
         if shard is not None:
             span = span_of(shard)
-            pieces[:count], before = exchange_halo(
-                pieces[:count],
+            pieces[:1], (before,) = exchange_halo(
+                pieces[:1],
                 self.layout.conv_size - 1,
                 self.pg_collection.cp,
                 last=span.last,
                 continues=span.continues,
                 documents=len(pieces[0]) if cu_seqlens is None else len(cu_seqlens) - 1,
             )
-        for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            pieces[i], _ = causal_conv1d(
-                pieces[i],
-                weight,
-                bias_D=bias,
-                activation="silu",
-                initial_state_NDW=before[i],
-                cu_seqlens=cu_seqlens,
-                backend=self.kernels,
-            )
+        parts = [
+            Part(rows, self.layout.sections[name].channels if self._unit(name) else None)
+            for name, rows in zip(names, self._sizes(names), strict=True)
+        ]
+        convolved = partial(
+            convolve_parts,
+            pieces[0],
+            conv.weight,
+            parts,
+            bias_D=conv.bias,
+            activation="silu",
+            initial_state_NDW=before,
+            cu_seqlens=cu_seqlens,
+            backend=self.kernels,
+        )
+        made = dict(zip(names, convolved(), strict=True))
+        return made, lambda *into: convolved(into=into)
+
+    def _unit(self, name: str) -> bool:
+        return self.layout.sections[name].unit
 
     def gather_sections(self, slices: dict[str, Tensor]) -> dict[str, Tensor]:
         """Whole sections from the slices that the ranks hold, in one collective."""

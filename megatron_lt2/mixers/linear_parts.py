@@ -57,14 +57,15 @@ class WayUp(nn.Module):
 
 
 def group_sections(layout: Layout, narrow: int) -> Products:
-    """Which sections share a matrix product: neighbours with fewer than `narrow` rows.
+    """Which sections share a matrix product, such that no kernel behind it has to copy its slice.
 
-    Either all of them pass through the convolution or none does.
+    Those with a convolution, whose kernel reads slices and writes whole tensors; and neighbours
+    with fewer than `narrow` rows, whose copies cost less than small products.
     """
     products: Products = []
     open_group = False
     for name, section in layout.sections.items():
-        joins = layout.rows(name) < narrow
+        joins = section.conv or layout.rows(name) < narrow
         if open_group and joins and layout.sections[products[-1][0]].conv == section.conv:
             products[-1] += (name,)
         else:

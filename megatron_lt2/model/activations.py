@@ -6,14 +6,9 @@ and output of the SwiGLU. Kernels that make a value again in their backward pass
 convolution, SwiGLU, FLA's states between chunks) keep nothing of it. The counts are those of the
 GPU path: FLA's kernels, fused RMS norm, compiled output gate.
 
-A tensor is kept in one of three ways, and the difference is what makes the counts exact:
-
-- it is new, as the normalised q and k of a delta rule;
-- a kernel wants it contiguous and copies its slice of a shared matrix product;
-- plain torch keeps a view, and with it the whole product that it is a slice of.
-
-From MANY_TOKENS tokens on each wide section has a product of its own (mixers/linear.py), where a
-copy and a view are the section itself.
+The convolution writes each of its sections as a tensor of its own, and every other wide section is
+a matrix product of its own (mixers/linear.py), so nothing is copied for a kernel. What a section
+makes of it, as the convolution does, may be given back and made again (`Share.cheap`).
 
 `tests/slow/test_kept.py` compares these counts with what real layers keep.
 """
@@ -34,9 +29,6 @@ from megatron_lt2.ops.sparse_layout import (
 )
 from megatron_lt2.recurrent.base import Layout, RecurrentMixer
 
-MANY_TOKENS = 16384
-"""As in mixers/linear.py."""
-
 FLOAT = 4
 """Bytes of fp32."""
 
@@ -55,6 +47,7 @@ class Share:
     rows: sequences that a recurrence has a state of (1 for a packed row).
     tensor, sequence, context: the parallel sizes, as in the config.
     by_heads: linear mixers exchange heads over the context ranks.
+    cheap: what costs little time is made again.
     size: bytes of an activation.
     packed: documents are packed in one row.
     """
@@ -67,6 +60,7 @@ class Share:
     size: int = 2
     packed: bool = True
     by_heads: bool = False
+    cheap: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, size: int) -> "Share":
@@ -82,6 +76,7 @@ class Share:
             size=size,
             packed=packed,
             by_heads=parallel.context > 1 and parallel.context_exchange == "heads",
+            cheap=config.memory.recompute_cheap,
         )
 
     @property
@@ -95,8 +90,8 @@ class Kept:
     """What a recurrence keeps of a token.
 
     new: bytes of tensors of its own.
-    copies: sections of which it keeps a contiguous copy.
-    views: sections of which it keeps a slice of their matrix product.
+    copies: sections that its kernels keep, contiguous and a head each.
+    views: sections of which plain torch keeps what the projection gave.
     """
 
     new: float
@@ -126,12 +121,12 @@ def residual_bytes(model: ModelConfig, share: Share) -> float:
 
 def layer_bytes(name: str, model: ModelConfig, share: Share) -> float:
     """Kept for the backward pass by one pass of a whole layer with mixer `name`, a token."""
-    # Input and output of both norms, and 1 / root mean square.
-    norms = 4 * residual_bytes(model, share) + 2 * FLOAT / share.spread
+    # Input of both norms, their outputs unless they are made again, and 1 / root mean square.
+    norms = (2 if share.cheap else 4) * residual_bytes(model, share) + 2 * FLOAT / share.spread
     if model.norm_mode == "sandwich":  # what is added next keeps nothing, so input only
         norms += 2 * residual_bytes(model, share) + 2 * FLOAT / share.spread
-    # Both halves of the SwiGLU's input, and its output.
-    ffn = 3 * model.ffn_width * share.size / share.tensor
+    # Both halves of the SwiGLU's input; its output is always made again.
+    ffn = 2 * model.ffn_width * share.size / share.tensor
     return norms + mixer_bytes(name, model, share) + ffn
 
 
@@ -209,14 +204,23 @@ def _linear_bytes(name: str, model: ModelConfig, share: Share) -> float:
     size, ranks = share.size, share.tensor
     kept = _RECURRENCES.get(name, _unknown)(layout, settings, share)
     copies, views = set(kept.copies), set(kept.views)
+    if share.cheap and not share.by_heads:  # the convolution's outputs are made again
+        convolved = set(layout.conv_names)
+        if share.context > 1 and TRANSITIONS.get(name, "matrix") == "matrix":
+            convolved.discard("v")  # kept with more columns, not as the convolution gave it
+        if ranks > 1:  # gathered, and so copied
+            convolved -= set(layout.gathered_names)
+        copies, views = copies - convolved, views - convolved
     total = kept.new + sum(map(layout.rows, layout.conv_names)) / ranks * size
     if ranks == 1:
         views |= set(layout.low_rank_names)
     else:
         total += sum(map(layout.rows, layout.low_rank_names)) * size
     value = layout.heads * layout.head_v_dim / ranks
-    total += value * size  # input of the output projection
-    if layout.norm == "layer" and ranks > 1:
+    across = layout.norm == "layer" and ranks > 1
+    if across or not share.cheap:
+        total += value * size  # input of the output projection
+    if across:
         # mixers/linear.py computes this one in fp32, step by step.
         total += (5 if layout.gate else 2) * value * FLOAT
     else:
@@ -229,7 +233,7 @@ def _linear_bytes(name: str, model: ModelConfig, share: Share) -> float:
 
 
 def _sections_bytes(layout: Layout, copies: Set[str], views: Set[str], share: Share) -> float:
-    """Sections that are kept, of the shared matrix products or of their own."""
+    """Sections that are kept."""
 
     def width(name: str) -> float:
         section = layout.sections[name]
@@ -239,12 +243,7 @@ def _sections_bytes(layout: Layout, copies: Set[str], views: Set[str], share: Sh
 
     # A bottleneck's way up gives a tensor of its own.
     made = {name for name in copies if layout.sections[name].rank is not None}
-    if share.tokens >= MANY_TOKENS:
-        kept = sum(map(width, (copies | views) - made))
-    else:
-        kinds = {layout.sections[name].conv for name in views}
-        pieces = [n for n, s in layout.sections.items() if s.conv in kinds]
-        kept = sum(layout.rows(n) / share.tensor for n in pieces) + sum(map(width, copies - made))
+    kept = sum(map(width, (copies | views) - made))
     kept += sum(layout.width(n) / share.tensor for n in made)
     return kept * share.size
 
@@ -256,35 +255,32 @@ def _sizes(layout: Layout, share: Share) -> tuple[float, float, float]:
 
 
 def _gdn(layout: Layout, settings: Any, share: Share) -> Kept:
-    heads, keys, _ = _sizes(layout, share)
+    heads, _, _ = _sizes(layout, share)
     size = share.size
-    # Normalised q and k with their norms; summed decay and beta in fp32; both raw gates; A.
-    gates = heads * (4 * FLOAT + 2 * size)
-    return Kept(2 * keys * size + gates + heads * CHUNK * size, copies={"v"})
+    # Summed decay and beta in fp32; both raw gates; A.
+    gates = heads * (2 * FLOAT + 2 * size)
+    return Kept(gates + heads * CHUNK * size, copies={"q", "k", "v"})
 
 
 def _kda(layout: Layout, settings: Any, share: Share) -> Kept:
     heads, keys, _ = _sizes(layout, share)
     size = share.size
     # As above, but the raw decay has K channels and is summed again, and there are two matrices.
-    gates = heads * (3 * FLOAT + size)
-    return Kept(3 * keys * size + gates + 2 * heads * CHUNK * size, copies={"v"})
+    gates = heads * (FLOAT + size)
+    return Kept(keys * size + gates + 2 * heads * CHUNK * size, copies={"q", "k", "v"})
 
 
 def _deltanet(layout: Layout, settings: Any, share: Share) -> Kept:
-    heads, keys, _ = _sizes(layout, share)
-    size = share.size
-    return Kept(2 * keys * size + heads * (3 * FLOAT + CHUNK * size), copies={"v"})
+    heads, _, _ = _sizes(layout, share)
+    return Kept(heads * (FLOAT + CHUNK * share.size), copies={"q", "k", "v"})
 
 
 def _mamba2(layout: Layout, settings: Any, share: Share) -> Kept:
     heads, keys, _ = _sizes(layout, share)
     # C and dt B written out a head; dt before and after softplus; summed decay.
     new = 2 * keys * share.size + 3 * heads * FLOAT
-    if settings.groups > 1:  # B too
-        new += keys * share.size
-    elif share.tensor > 1:  # B, gathered
-        new += layout.width("B") * share.size
+    if share.tensor > 1:  # B, gathered, of this rank's groups
+        new += layout.width("B") / (share.tensor if settings.groups > 1 else 1) * share.size
     else:
         return Kept(new, copies={"x"}, views={"x", "B"})
     return Kept(new, copies={"x"}, views={"x"})

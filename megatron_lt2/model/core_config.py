@@ -17,6 +17,9 @@ from megatron_lt2.config.schema import RunConfig, round_up
 VOCAB_MULTIPLE = 16
 """Embedding rows are padded to this many a tensor-parallel rank: FP8 needs multiples of 16."""
 
+FP8_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
+"""`precision.fp8` in megatron-core's words."""
+
 
 @dataclass
 class CoreConfig(TransformerConfig):
@@ -24,6 +27,12 @@ class CoreConfig(TransformerConfig):
 
     context_exchange: str = "state"
     """`parallel.context_exchange`, for linear mixers."""
+
+    recompute_cheap: bool = False
+    """`memory.recompute_cheap`."""
+
+    recompute_layers: float = 0.0
+    """`memory.recompute_layers`."""
 
 
 def resolve_dtype(config: RunConfig, on_gpu: bool) -> torch.dtype:
@@ -72,6 +81,8 @@ def transformer_config(config: RunConfig, on_gpu: bool) -> TransformerConfig:
         "context_parallel_size": parallel.context,
         "sequence_parallel": parallel.sequence,
         "context_exchange": parallel.context_exchange,
+        "recompute_cheap": config.memory.recompute_cheap,
+        "recompute_layers": config.memory.recompute_layers,
         "calculate_per_token_loss": True,
         # Initial values come from model/init.py.
         "perform_initialization": False,
@@ -84,6 +95,14 @@ def transformer_config(config: RunConfig, on_gpu: bool) -> TransformerConfig:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
     }
+    if config.precision.fp8 != "none":
+        values |= {
+            "fp8": "hybrid",
+            "fp8_recipe": FP8_RECIPES[config.precision.fp8],
+            # Of delayed scaling: the largest number of the last steps.
+            "fp8_amax_history_len": 16,
+            "fp8_amax_compute_algo": "max",
+        }
     if parallel.pipeline > 1:
         values["pipeline_model_parallel_layout"] = _stage_layout(config)
         # A stage's output is dead once it is sent; only its place in the graph is needed.

@@ -5,7 +5,7 @@ last two sharded over the data- and context-parallel ranks) and one that grows w
 micro-batch (`activations.py`, times the loops). It is looked at in three moments, since different
 things are alive in them:
 
-- at the loss: all activations and the logits;
+- at the loss: all activations, the logits of a chunk of tokens and the head's gradients;
 - after the last loop's backward pass: the other loops' activations, a layer in work, and, without a
   pipeline, 16-bit gradients of all layers, which autograd adds up until the first loop is done;
 - in the optimizer step: one fp32 temporary of the sharded parameters.
@@ -35,6 +35,9 @@ VOCAB_MULTIPLE = 16
 GATHERED_BYTES = 2**26
 """Maps of all ranks up to this size are gathered, else scanned: parallel/state_exchange.py."""
 
+CHUNK_BYTES, MIN_CHUNK = 2**29, 128
+"""Logits that exist at a time, in bytes, and tokens at least: kernels/linear_cross_entropy.py."""
+
 WORKSPACE = 0.1e9
 """Bytes of cuBLAS's and the kernels' workspaces."""
 
@@ -57,14 +60,21 @@ class MemoryEstimate:
         return fixed + self.activations + self.logits + self.other
 
 
+def chunk_bytes(tokens: float, vocabulary: float, size: int) -> float:
+    """Bytes of the logits that exist at a time, of so many columns of a rank."""
+    fitting = CHUNK_BYTES // (vocabulary * size) // MIN_CHUNK * MIN_CHUNK
+    return min(tokens, max(MIN_CHUNK, fitting)) * vocabulary * size
+
+
 def value_bytes(config: RunConfig) -> int:
     """Bytes of a weight or activation on a GPU."""
     return 4 if config.precision.dtype == "fp32" else 2
 
 
-def recomputes(config: RunConfig) -> bool:
-    """Whether layers are run again in the backward pass."""
-    return config.megatron.transformer.get("recompute_granularity") == "full"
+def recomputed_share(config: RunConfig) -> float:
+    """Share of a stage's layer passes that run again in the backward pass, whole passes."""
+    passes = [len(names) * config.model.loops for names in stages(config)]
+    return min(math.ceil(config.memory.recompute_layers * n) / n for n in passes)
 
 
 def data_parallel(config: RunConfig, world_size: int) -> tuple[int, int]:
@@ -159,7 +169,6 @@ def _stage_memory(
     micro_batches: int,
 ) -> MemoryEstimate:
     model, parallel, size = config.model, config.parallel, share.size
-    assert model.vocab_size is not None
     last = stage == parallel.pipeline - 1
     passes = passes_in_flight(config, stage, micro_batches)
     layers = {
@@ -167,7 +176,8 @@ def _stage_memory(
         for n in set(names)
     }
     stream = share.tokens * residual_bytes(model, share)
-    one_pass = len(names) * stream if recomputes(config) else sum(layers[n] for n in names)
+    again = recomputed_share(config)
+    one_pass = again * len(names) * stream + (1 - again) * sum(layers[n] for n in names)
     if parallel.pipeline > 1:
         one_pass += 2 * stream  # what was received: the state and the loop's input
     kept = passes * one_pass
@@ -175,17 +185,11 @@ def _stage_memory(
         kept += 2 * stream  # the final norm's input and output
         if model.inter_loop_norm or model.loss == "exits":
             kept += (passes - 1) * stream  # one of the two is the next loop's input
-    vocabulary = round_up(model.vocab_size, VOCAB_MULTIPLE * parallel.tensor) / parallel.tensor
-    # Of one loop: those of earlier loops are made again when their turn comes (lt2_model.py).
-    # 16-bit logits and their fp32 copy, which becomes the softmax in place.
-    logits = share.tokens * vocabulary * (size + FLOAT if size == 2 else FLOAT) if last else 0.0
+    logits = head_bytes(config, share) if last else 0.0
     # A layer in work: what it keeps (again, if recomputed) and the gradient of its widest tensors.
-    working = max(layers.values()) * (2 if recomputes(config) else 1)
-    waiting = 0.0
-    if model.loops > 1 and parallel.pipeline == 1:
-        waiting = sum(layer_parameters(n, model) for n in names) / parallel.tensor * size
+    working = max(layers.values()) * (2 if again else 1)
     undone = kept - one_pass if passes > 1 else 0.0
-    at_loss, later = (kept, logits, 0.0), (undone, 0.0, working + waiting)
+    at_loss, later = (kept, logits, 0.0), (undone, 0.0, working)
     step = (0.0, 0.0, count * FLOAT / sharers)
     activations, head, other = max(at_loss, later, step, key=sum)
     master = FLOAT if size == 2 else 0
@@ -197,6 +201,25 @@ def _stage_memory(
         logits=head,
         other=other + WORKSPACE,
     )
+
+
+def head_bytes(config: RunConfig, share: Share) -> float:
+    """Alive at the loss: logits of a chunk or, later, what autograd takes for the weight, and the
+    hidden states' gradient.
+
+    The weight's gradient itself is added to the gradient buffer (parallel/weight_gradient.py), but
+    for the copy of a tied embedding on a last stage, which has it in fp32 first.
+    """
+    model, tensor, width = config.model, config.parallel.tensor, config.model.hidden_size
+    assert model.vocab_size is not None
+    columns = round_up(model.vocab_size, VOCAB_MULTIPLE * tensor) / tensor
+    first, copy = chunk_bytes(share.tokens, columns, share.size), columns * width * share.size
+    hidden = share.tokens * width * share.size * (2 if share.sequence else 1)  # and gathered ones
+    if not model.tie_embeddings:
+        return hidden + max(first, copy)
+    if config.parallel.pipeline == 1:
+        return hidden + first
+    return hidden + columns * width * FLOAT + max(first, copy)
 
 
 def _state_bytes(name: str, model: ModelConfig, share: Share) -> float:

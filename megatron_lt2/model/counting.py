@@ -63,5 +63,9 @@ def forward_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def training_flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward, which costs twice the forward. Recomputation is not counted."""
+    """Forward and backward, which costs twice the forward.
+
+    Recomputation is not counted, of layers as little as of the logits, which the head's backward
+    pass always computes again.
+    """
     return 3 * forward_flops_per_token(model, sequence_length)

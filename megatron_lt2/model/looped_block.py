@@ -4,8 +4,8 @@
 
 rho is T x d and starts at zero. Recurrent layers start from a zero state in every loop. With
 `inter_loop_norm` the norm is applied at the end of every loop, so a loop starts from normed states.
-megatron-core owns the layers, recomputation and quantisation contexts; only the order of the passes
-is ours.
+megatron-core owns the layers and quantisation contexts; the order of the passes is ours, and which
+of them run again in the backward pass (`memory.recompute_layers`).
 
 On a pipeline every stage holds some of the layers, and each loop goes through all stages:
 
@@ -20,6 +20,7 @@ The loop's input x travels with the state because rho is needed after the last l
 only h does. A stage takes and gives what its neighbours send: see `CarryCommunicator`.
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -28,7 +29,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
-from megatron.core.recompute import checkpointed_forward
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.core.utils import make_viewless_tensor
@@ -43,6 +43,10 @@ Watcher = Callable[[int, Tensor, Tensor], Tensor]
 from, both [s, b, d]; returns the latter."""
 
 
+LayerWatcher = Callable[[int, int, Tensor], None]
+"""Called behind each pass through a layer with the loop, the layer and its output [s, b, d]."""
+
+
 class LoopedTransformerBlock(TransformerBlock):
     """The physical layers of this rank, run `loops` times.
 
@@ -55,6 +59,7 @@ class LoopedTransformerBlock(TransformerBlock):
 
     Attributes:
         carries: whether stages pass on the loop's input beside the state.
+        each_layer: sees what comes out of each pass through a layer; None: nobody looks.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class LoopedTransformerBlock(TransformerBlock):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.loops, self.inter_loop_norm = loops, inter_loop_norm
+        self.each_layer: LayerWatcher | None = None
         self.exit_gate = None
         if exit_gate and self.post_process:
             self.exit_gate = ExitGate(self.config, self.tp_group)
@@ -147,36 +153,43 @@ class LoopedTransformerBlock(TransformerBlock):
         packed_seq_params: Any,
     ) -> Tensor:
         """One pass through the physical layers of this rank."""
-        h, attention_mask = hidden_states, torch.tensor(loop)
-        delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
-        inner_fp8 = bool(self.config.fp8) and not delayed
-        if self.config.recompute_granularity == "full" and self.training:
-            h = checkpointed_forward(
-                self,
-                hidden_states=h,
-                attention_mask=attention_mask,
-                context=None,
-                context_mask=None,
-                rotary_pos_emb=rotary_pos_emb,
-                attention_bias=None,
-                packed_seq_params=packed_seq_params,
-                use_inner_quantization_context=inner_fp8,
-            )
-        else:
-            for layer in self.layers:
-                context = (
-                    get_fp8_context(self.config, layer.layer_number - 1)
-                    if inner_fp8
-                    else nullcontext()
-                )
-                with context:
-                    h, _ = layer(
-                        hidden_states=h,
-                        attention_mask=attention_mask,
-                        rotary_pos_emb=rotary_pos_emb,
-                        packed_seq_params=packed_seq_params,
-                    )
+        h = hidden_states
+        inputs = {
+            "attention_mask": torch.tensor(loop),
+            "rotary_pos_emb": rotary_pos_emb,
+            "packed_seq_params": packed_seq_params,
+        }
+        for index, layer in enumerate(self.layers):
+            run = functools.partial(self._run_layer, layer, inputs)
+            if self.training and self._runs_again(loop, index):
+                h = self._checkpointed(run, h)
+            else:
+                h = run(h)
+            if self.each_layer is not None:
+                self.each_layer(loop, index, h)
         return h
+
+    def _run_layer(self, layer: Any, inputs: dict[str, Any], h: Tensor) -> Tensor:
+        delayed = self.config.fp8 and self.config.fp8_recipe == Fp8Recipe.delayed
+        inner = bool(self.config.fp8) and not delayed
+        with get_fp8_context(self.config, layer.layer_number - 1) if inner else nullcontext():
+            out, _ = layer(hidden_states=h, **inputs)
+        return out
+
+    def _checkpointed(self, run: Any, h: Tensor) -> Tensor:
+        if not self.config.fp8:
+            return tensor_parallel.checkpoint(run, False, h)
+        # Transformer Engine's runs again with the scales of the first time.
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return te_checkpoint(run, False, tracker, self.tp_group, h)
+
+    def _runs_again(self, loop: int, index: int) -> bool:
+        """Whether this pass through a layer keeps its input only: the earliest do, which would keep
+        the rest longest."""
+        share: float = getattr(self.config, "recompute_layers", 0.0)
+        return loop * len(self.layers) + index < share * self.loops * len(self.layers)
 
     def _sequence_parallel_rng(self) -> Any:
         if self.config.sequence_parallel:

@@ -1,8 +1,8 @@
 """LT2Model: megatron-core's GPTModel around a looped block.
 
-GPTModel brings the (vocabulary-parallel) embedding, rotary frequencies, output head, tied weights
-and the loss; it always builds a plain TransformerBlock, so it is given an empty one, which is then
-replaced.
+GPTModel brings the (vocabulary-parallel) embedding, rotary frequencies, output head and tied
+weights; it always builds a plain TransformerBlock, so it is given an empty one, which is then
+replaced. The head also gives the loss, without the logits of all tokens (parallel/vocab_loss.py).
 
 On a pipeline a rank's model holds the layers of its stage once; the schedule reaches them through
 one view a loop (parallel/loop_pipeline.py).
@@ -16,12 +16,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_lt2.config.schema import ModelConfig
 from megatron_lt2.model.exits import PendingExits, exit_loss
 from megatron_lt2.model.looped_block import LoopedTransformerBlock
 from megatron_lt2.model.specs import block_spec
+from megatron_lt2.parallel.vocab_loss import VocabularyHead
 
 
 class LT2Model(GPTModel):
@@ -66,6 +66,9 @@ class LT2Model(GPTModel):
             **kwargs,
         )
         self.real_vocab_size = model.vocab_size
+        if post_process:
+            embedding = self._tied_weight() if pre_process else None
+            VocabularyHead.adopt(self.output_layer, model.vocab_size, kernels, embedding)
         layers = stage_layers or [model.num_layers]
         stage = self.pg_collection.pp.rank() if len(layers) > 1 else 0
         first = sum(layers[:stage])
@@ -157,34 +160,40 @@ class LT2Model(GPTModel):
         found = exit_loss(losses, gate_logits, self.exit_entropy)
         return found if parts else found[0]
 
+    def begin_step(self, step: int) -> None:
+        """Told before the step that follows `step` done ones; for losses that change on the way."""
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names of what the loss is made of, in the order of `forward` with `parts`."""
+        if self.exit_entropy is None:
+            return []
+        loops = range(1, self.decoder.loops + 1)
+        return [f"{part}_{t}" for part in ("loss_loop", "exit_share") for t in loops]
+
     def _logits(self, hidden: Tensor) -> Tensor:
         """[s, b, d] to logits [s, b, this rank's rows of the vocabulary]."""
-        weight = (
-            self.shared_embedding_or_output_weight()
-            if self.share_embeddings_and_output_weights
-            else None
-        )
-        logits, _ = self.output_layer(hidden, weight=weight)
+        logits, _ = self.output_layer(hidden, weight=self._tied_weight())
         self._silence_padding(logits)
         return logits
 
     def _token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropies [b, s]."""
-        losses: Tensor = self.compute_language_model_loss(labels, self._logits(hidden))
+        """Cross entropies [b, s]; the logits of all tokens never exist at once."""
+        losses: Tensor = self.output_layer(hidden, weight=self._tied_weight(), labels=labels)
         return losses
 
-    def _exit(self, normed: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross entropies and the gate's logits [b, s] of a loop before the last.
+    def _tied_weight(self) -> Tensor | None:
+        """The head's weight where it is the embedding's; None: its own."""
+        if not self.share_embeddings_and_output_weights:
+            return None
+        weight: Tensor = self.shared_embedding_or_output_weight()
+        return weight
 
-        The logits over the vocabulary are made again in the backward pass: kept, those of all loops
-        would be alive at once.
-        """
-        losses = checkpoint(
-            self._token_losses, normed, labels, use_reentrant=False, preserve_rng_state=False
-        )
+    def _exit(self, normed: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropies and the gate's logits [b, s] of a loop before the last."""
         gate = self.decoder.exit_gate
         assert gate is not None, "config/checks.py refuses this loss without a gate"
-        return losses, gate(normed)
+        return self._token_losses(normed, labels), gate(normed)
 
     def _rotary(self, position_ids: Tensor, packing: PackedSeqParams | None) -> Tensor:
         """Rotary angles [s, 1, 1, head_dim]; looked up by position where documents are packed or a

@@ -8,8 +8,6 @@ import functools
 from collections.abc import Sequence
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -20,6 +18,7 @@ from megatron_lt2.mixers.norm import RMSNorm
 from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer
 from megatron_lt2.model.pattern import MASKS, expand_pattern, loop_windows
 from megatron_lt2.model.sandwich import SandwichLayer
+from megatron_lt2.parallel.feed_forward import FeedForward
 
 
 def layer_spec(
@@ -44,16 +43,11 @@ def layer_spec(
     return ModuleSpec(
         module=SandwichLayer if model.norm_mode == "sandwich" else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=functools.partial(RMSNorm, kernels=kernels, with_skip=True),
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=functools.partial(
-                MLP.as_mlp_submodule,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                ),
-            ),
+            pre_mlp_layernorm=functools.partial(RMSNorm, kernels=kernels, with_skip=True),
+            mlp=functools.partial(FeedForward.for_layer, kernels=kernels),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -77,4 +71,7 @@ def block_spec(
         windows = [windows[i] for windows in by_loop or ()] if scheduled else None
         return layer_spec(names[i], model, kernels, windows)
 
-    return TransformerBlockSubmodules(layer_specs=[spec(i) for i in wanted], layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec(i) for i in wanted],
+        layer_norm=functools.partial(RMSNorm, kernels=kernels),
+    )

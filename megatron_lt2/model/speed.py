@@ -20,7 +20,7 @@ The constants were fitted to one profile of one H200 (docs/performance.md). Noth
 more than one GPU.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.mixers.registry import RECURRENT, get_mixer
@@ -33,32 +33,37 @@ from megatron_lt2.model.activations import (
 )
 from megatron_lt2.model.cost import (
     data_parallel,
-    recomputes,
+    recomputed_share,
     stage_parameters,
     stages,
     value_bytes,
 )
 from megatron_lt2.model.traffic import Transfer, transfers
 
-RECURRENCE_SHARE = 0.037
+RECURRENCE_SHARE = 0.0446
 """Rate of the recurrences' declared operations, as a share of the matrix ceiling."""
 
-ATTENTION_SHARE = 0.6
+ATTENTION_SHARE = 0.5
 """Rate of attention's operations (half of the square), as a share of the matrix ceiling."""
 
-TRAFFIC = 11.0
+TRAFFIC = 5.5
 """Bytes that a layer's other kernels move, forward and backward, for each byte that it keeps."""
 
+AGAIN_TRAFFIC = 3.0
+"""Bytes moved for each byte that `memory.recompute_cheap` makes again: one or two are read for it,
+and it is written."""
+
 HEAD_TRAFFIC = 30.0
-"""Bytes moved for each of the logits."""
+"""Bytes moved for each of the logits: written twice, read and turned into gradients, and read for
+two products; half of it is the weight's fp32 gradient, which is read and written for each chunk."""
 
 LAUNCH_S = 5e-3
 """Time in which the host launches a layer's kernels, forward and backward: a floor."""
 
-GAP_S = 1.5e-3
+GAP_S = 0.4e-3
 """Time a layer and pass, forward and backward, in which the device waits although it has work."""
 
-OPTIMIZER_S = 2.2e-11
+OPTIMIZER_S = 0.85e-11
 """Of AdamW, a parameter."""
 
 LATENCY_S = {"inside": 12e-6, "across": 30e-6}
@@ -144,7 +149,7 @@ def layer_seconds(name: str, config: RunConfig, share: Share, machine: Machine) 
     matrices += 3 * model.hidden_size * model.ffn_width
     per_rank = share.tokens / share.tensor
     # A backward pass costs two forward passes; recomputation one more.
-    factor = 4 if recomputes(config) else 3
+    factor = 3 + recomputed_share(config)
     out = {"matrix products": factor * 2 * matrices * per_rank / machine.matrix}
     if linear is not None:
         operations, layout = linear.flops(), linear.layout
@@ -162,8 +167,11 @@ def layer_seconds(name: str, config: RunConfig, share: Share, machine: Machine) 
             operations *= (2 * share.context - 1) / share.context
         rate = ATTENTION_SHARE * machine.matrix
         out["attention"] = factor * operations * per_rank / rate
-    moved = TRAFFIC * layer_bytes(name, model, share) * share.tokens
-    out["memory traffic"] = factor / 3 * moved / machine.memory
+    whole = layer_bytes(name, model, replace(share, cheap=False))
+    moved = factor / 3 * TRAFFIC * whole
+    if share.cheap:
+        moved += AGAIN_TRAFFIC * (whole - layer_bytes(name, model, share))
+    out["memory traffic"] = moved * share.tokens / machine.memory
     return out
 
 
@@ -180,15 +188,14 @@ def _stage_parts(
             parts[kind] = parts.get(kind, 0.0) + model.loops * seconds
     if last:
         tokens = share.tokens / share.tensor
-        # Forward once and backward twice as much; all heads but the last are run again.
+        # Forward, again in the backward pass, and that pass, which is twice as much.
         heads = model.heads_run
-        runs = (3 * heads + heads - 1) / 3
-        head = 6 * model.vocab_size * model.hidden_size * tokens / machine.matrix
-        parts["matrix products"] += runs * head
+        head = 4 * 2 * model.vocab_size * model.hidden_size * tokens / machine.matrix
+        parts["matrix products"] += heads * head
         moved = HEAD_TRAFFIC * model.vocab_size * tokens
-        parts["memory traffic"] += runs * moved / machine.memory
+        parts["memory traffic"] += heads * moved / machine.memory
     passes = len(names) * model.loops
-    launches = passes * LAUNCH_S * (4 / 3 if recomputes(config) else 1)
+    launches = passes * LAUNCH_S * (1 + recomputed_share(config) / 3)
     parts["host"] = max(0.0, launches - sum(parts.values())) + passes * GAP_S
     return parts
 

@@ -25,7 +25,7 @@ from megatron_lt2.model.activations import (
 from megatron_lt2.model.cost import (
     GATHERED_BYTES,
     data_parallel,
-    recomputes,
+    recomputed_share,
     stage_parameters,
     stages,
     value_bytes,
@@ -103,7 +103,7 @@ def _tensor(config: RunConfig, share: Share, micro_batches: int) -> Transfer:
     backward = forward + (2 * _collective(whole, ranks) if share.sequence else 0)
     calls_forward = 4 if share.sequence else 2
     calls_backward = calls_forward + (2 if share.sequence else 0)
-    again = 2 if recomputes(config) else 1
+    again = 1 + recomputed_share(config)
     total = calls = 0.0
     for names in stages(config):
         sent = messages = 0.0
@@ -115,17 +115,17 @@ def _tensor(config: RunConfig, share: Share, micro_batches: int) -> Transfer:
             messages += layers * calls_norm
         if sent >= total:
             total, calls = sent * model.loops, messages * model.loops
-    # Embedding out, heads in and their gradients; a loss exchanges three numbers a token. All heads
-    # but the last are run again in the backward pass.
-    heads, losses = model.heads_run, 2 * model.heads_run - 1
+    # Embedding out, heads in and their gradients; a loss exchanges three numbers a token, in two
+    # calls.
+    heads = model.heads_run
     ends, calls_ends = 2 + 2 * heads, 1 + heads
     number = _collective(share.tokens * FLOAT, ranks)
     if share.sequence:
-        ends = calls_ends = 2 + 3 * heads + (heads - 1)
+        ends = calls_ends = 2 + 3 * heads
         total += (heads - 1) * number  # the gate's logits
         calls += heads - 1
-    total += ends * _collective(whole, ranks) + 2 * 3 * losses * number
-    total, calls = total * micro_batches, (calls + calls_ends + 3 * losses) * micro_batches
+    total += ends * _collective(whole, ranks) + 2 * 3 * heads * number
+    total, calls = total * micro_batches, (calls + calls_ends + 2 * heads) * micro_batches
     if share.sequence:
         total += 2 * _collective(_norm_numbers(config) * FLOAT, ranks)
         calls += 1
@@ -182,7 +182,7 @@ def _context(config: RunConfig, share: Share) -> Iterator[Transfer]:
     """Of one micro-batch: halo and state of linear layers, what attention exchanges."""
     model, ranks = config.model, config.parallel.context
     # Forward and backward; the forward part again if recomputed.
-    passes = model.loops * (3 if recomputes(config) else 2)
+    passes = model.loops * (2 + recomputed_share(config))
     kinds = ("halo", "state", "heads", "attention")
     sums: dict[str, list[float]] = {kind: [0.0, 0.0] for kind in kinds}
     for names in stages(config):

@@ -3,6 +3,9 @@
 It is a sum of W shifted products instead of `conv1d`: data stays in [B, T, D] order, and the
 backward pass is several times faster on a CPU. 16-bit inputs are accumulated in fp32. The state is
 the last W-1 inputs, oldest first (FLA keeps W; `megatron_lt2.kernels.conv` converts).
+
+The channels of a head may be scaled to length 1 behind the activation, as delta rules want of their
+queries and keys: done here, it is rounded once instead of twice.
 """
 
 from typing import Literal
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunks import l2_normalize
 from .documents import document_bounds, document_ids
 
 Activation = Literal["silu"] | None
@@ -60,6 +64,7 @@ def causal_conv1d(
     activation: Activation = "silu",
     initial_state_NDW: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    unit: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Convolve every channel with its own W taps, looking back W-1 tokens inside the same document.
 
@@ -72,6 +77,7 @@ def causal_conv1d(
             zero.
         cu_seqlens: document borders of a packed row (B must be 1); default: every row is one
             document.
+        unit: channels of a head; y / sqrt(sum y^2 + 1e-6) over each, after the activation.
 
     Returns:
         Output [B, T, D] in x's dtype, and the last W-1 inputs of each document [N, D, W-1], which
@@ -94,7 +100,6 @@ def causal_conv1d(
     # Put each document's history before it; a plain convolution then never crosses a border.
     if cu_seqlens is None:
         extended = torch.cat([past, x_BTD], 1)
-        state = extended[:, length:]
         y = _convolve(extended, weight_DW, length)
     else:
         borders = cu_seqlens.to(device=x_BTD.device, dtype=torch.long)
@@ -103,20 +108,56 @@ def causal_conv1d(
         offsets = torch.arange(history, device=x_BTD.device)
         document_N1 = torch.arange(documents, device=x_BTD.device)[:, None]
         history_row = borders[:-1, None] + document_N1 * history + offsets
-        last_row = borders[1:, None] + document_N1 * history + offsets
         source = torch.empty(length + documents * history, dtype=torch.long, device=x_BTD.device)
         source[history_row.flatten()] = torch.arange(documents * history, device=x_BTD.device)
         source[token_row] = torch.arange(length, device=x_BTD.device) + documents * history
         table = torch.cat([past.reshape(-1, channels), x_BTD[0]])
         extended = table.index_select(0, source)[None]
-        state = extended[0].index_select(0, last_row.flatten()).view(documents, history, channels)
         y = _convolve(extended, weight_DW, extended.shape[1] - history)
         y = y.index_select(1, token_row - history)
-    # A copy: a view would keep the whole extended input alive as long as a cache holds the state.
-    state = state.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     if bias_D is not None:
         y = y + bias_D.to(y.dtype)
-    return _activate(y, activation).to(x_BTD.dtype), state
+    y = _activate(y, activation)
+    if unit is not None:
+        y = l2_normalize(y.unflatten(-1, (-1, unit))).flatten(-2)
+    state = last_inputs(x_BTD, history, initial_state_NDW, cu_seqlens)
+    return y.to(x_BTD.dtype), state
+
+
+def last_inputs(
+    x_BTD: Tensor, history: int, state_NDW: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """The last inputs of each document, its state for what follows.
+
+    Args:
+        x_BTD: input.
+        history: of how many tokens, W-1.
+        state_NDW: the state before each document, which a document shorter than `history` reaches
+            back into; default zero.
+        cu_seqlens: document borders; default: every row is one document.
+
+    Returns:
+        [N, D, W-1] in x's dtype, oldest first. A copy: a view would keep the whole input alive as
+        long as a cache holds the state.
+    """
+    length = x_BTD.shape[1]
+    if cu_seqlens is None:
+        starts = torch.zeros(len(x_BTD), dtype=torch.long, device=x_BTD.device)
+        ends, row = starts + length, torch.arange(len(x_BTD), device=x_BTD.device)
+    else:
+        borders = cu_seqlens.to(device=x_BTD.device, dtype=torch.long)
+        starts, ends = borders[:-1], borders[1:]
+        row = torch.zeros_like(starts)
+    place = ends[:, None] + torch.arange(-history, 0, device=x_BTD.device)
+    inside = (place >= starts[:, None])[..., None]
+    last = x_BTD[row[:, None], place.clamp(min=0)]
+    if state_NDW is None:
+        return last.where(inside, 0.0).transpose(1, 2).contiguous()
+    # Column c of what came before is the input W-1-c tokens before the document.
+    column = (place - starts[:, None] + history).clamp(max=history - 1) if history else place
+    before = state_NDW.to(x_BTD.dtype).transpose(1, 2)
+    before = before.gather(1, column[..., None].expand(-1, -1, x_BTD.shape[-1]))
+    return last.where(inside, before).transpose(1, 2).contiguous()
 
 
 def _convolve(x_BTD: Tensor, weight_DW: Tensor, length: int) -> Tensor:

@@ -34,6 +34,8 @@ class Section:
     channels: a head; of all heads together if `shared`.
     shared: the same channels serve every head.
     conv: goes through the convolution and SiLU.
+    unit: each head's channels are scaled to length 1 behind that, by the kernel of the convolution
+        or by that of the recurrence (`Scan.scaled`).
     rank: project down to this many channels and up again, instead of directly.
     bias: the way up has a bias.
     """
@@ -41,6 +43,7 @@ class Section:
     channels: int
     shared: bool = False
     conv: bool = False
+    unit: bool = False
     rank: int | None = None
     bias: bool = False
 
@@ -86,6 +89,7 @@ class Layout:
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections.values()]
         assert convolved == sorted(convolved, reverse=True), "sections with conv come first"
+        assert all(s.conv and not s.shared for s in self.sections.values() if s.unit)
 
     def rows(self, name: str) -> int:
         """Rows that section `name` has in the fused input projection, over all ranks."""
@@ -143,6 +147,7 @@ class Scan:
     real: False where a token is padding [B, T]; None: no padding.
     state: state before the first token; None: zero.
     keep_state: also return the state after the last token.
+    scaled: the `unit` sections have length 1 already.
     """
 
     backend: str
@@ -152,6 +157,7 @@ class Scan:
     real: Tensor | None = None
     state: State | None = None
     keep_state: bool = False
+    scaled: bool = False
 
     def blank(self, x: Tensor) -> Tensor:
         """Zero at padding; x is [B, T, H] or [B, T, H, channels].

@@ -19,8 +19,8 @@ class DeltaNet(RecurrentMixer):
         s = self.settings
         k, v = s.head_k_dim, s.head_v_dim
         sections = {
-            "q": Section(k, conv=True),
-            "k": Section(k, conv=True),
+            "q": Section(k, conv=True, unit=True),
+            "k": Section(k, conv=True, unit=True),
             "v": Section(v, conv=True),
             "beta": Section(1),
         }
@@ -42,7 +42,11 @@ class DeltaNet(RecurrentMixer):
         beta = wide(parts["beta"].squeeze(-1)).sigmoid()
         if self.settings.allow_neg_eigval:
             beta = beta * 2
-        return Recurrence(delta_rule, (parts["q"], scan.blank(parts["k"]), parts["v"], beta))
+        return Recurrence(
+            delta_rule,
+            (parts["q"], scan.blank(parts["k"]), parts["v"], beta),
+            {"scale_qk": not scan.scaled},
+        )
 
     def flops(self) -> float:
         """Read k^T S, write, read q^T S."""

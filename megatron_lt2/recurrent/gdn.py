@@ -25,8 +25,8 @@ class GatedDeltaNet(RecurrentMixer):
             head_k_dim=k,
             head_v_dim=v,
             sections={
-                "q": Section(k, conv=True),
-                "k": Section(k, conv=True),
+                "q": Section(k, conv=True, unit=True),
+                "k": Section(k, conv=True, unit=True),
                 "v": Section(v, conv=True),
                 "gate": Section(v),
                 "beta": Section(1),
@@ -53,6 +53,7 @@ class GatedDeltaNet(RecurrentMixer):
                 "dt_bias_H": weights["dt_bias"],
                 "allow_neg_eigval": self.settings.allow_neg_eigval,
                 "real_BT": scan.real,
+                "scale_qk": not scan.scaled,
             },
         )
 

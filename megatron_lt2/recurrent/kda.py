@@ -26,8 +26,8 @@ class KimiDeltaAttention(RecurrentMixer):
             head_k_dim=k,
             head_v_dim=v,
             sections={
-                "q": Section(k, conv=True),
-                "k": Section(k, conv=True),
+                "q": Section(k, conv=True, unit=True),
+                "k": Section(k, conv=True, unit=True),
                 "v": Section(v, conv=True),
                 "gate": Section(v, rank=s.rank, bias=True),
                 "decay": Section(k, rank=s.rank),
@@ -55,6 +55,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 "dt_bias_HK": weights["dt_bias"],
                 "allow_neg_eigval": self.settings.allow_neg_eigval,
                 "real_BT": scan.real,
+                "scale_qk": not scan.scaled,
             },
         )
 

@@ -23,12 +23,13 @@ from megatron_lt2.training.checkpoint import Checkpointer
 from megatron_lt2.training.data_watch import DataWatch
 from megatron_lt2.training.environment import apex_note
 from megatron_lt2.training.fault_finder import RecordingFeed, find_fault
+from megatron_lt2.training.garbage import Collections
 from megatron_lt2.training.guard import DivergedError, StepGuard
 from megatron_lt2.training.heartbeat import Heartbeat
 from megatron_lt2.training.indexers import indexer_means
 from megatron_lt2.training.metrics import RunLog
 from megatron_lt2.training.peaks import peak_tflops
-from megatron_lt2.training.setup import build_parts
+from megatron_lt2.training.setup import TrainingParts, build_parts
 from megatron_lt2.training.signals import EXIT_DONE, EXIT_NOT_SAVED, EXIT_SAVED, ExitRequest
 from megatron_lt2.training.steps import (
     DataFeed,
@@ -74,8 +75,9 @@ class Trainer:
         self.micro_batches = training.global_batch_size // (
             training.micro_batch_size * self.replicas
         )
-        self.train_data, self.valid_data = build_datasets(config, tokenizer)
-        self.parts = build_parts(config)
+        self.eod = tokenizer.eos_id
+        self.train_data, self.valid_data = self.datasets()
+        self.parts = self.build()
         if config.precision.selftest and self.parts.kernels == "fla":
             check_kernels(config, self.parts.dtype, platform.device())
         self.guard = StepGuard(training, self.parts)
@@ -86,6 +88,14 @@ class Trainer:
         self.data_watch = DataWatch(config.data.prefixes, config.run_dir)
         self.unigram = self._unigram()
         self.first_step = 0
+
+    def datasets(self) -> tuple[Any, Any]:
+        """Training and validation samples."""
+        return build_datasets(self.config, self.tokenizer)
+
+    def build(self) -> TrainingParts:
+        """What is trained."""
+        return build_parts(self.config)
 
     def restore(self) -> None:
         """Take over the run's newest checkpoint, if there is one and the config asks for it.
@@ -151,29 +161,31 @@ class Trainer:
         stopping = step < last and self.exit_request.agreed()
         if step < last and not stopping and self._evaluation_is_due(step):
             stopping = not self._evaluate(step)  # an early end left it out
-        while step < last and not stopping:
-            self.heartbeat.beat("train", step)
-            recorder.kept.clear()
-            result = train_step(
-                config, self.parts, recorder, self.micro_batches, self.guard.accepts
-            )
-            step += 1
-            self.log.advance()
-            meter.add(result, feed, counts=not self.guard.why)
-            if self.guard.why:
-                self._skipped(step, recorder)
-            if step % config.logging.interval == 0 or step == last:
-                meter.report(step)
-            self.checkpoints.finish_pending(blocking=False)
-            stopping = self.exit_request.agreed()
-            if step < last and not stopping and self._evaluation_is_due(step):
-                stopping = not self._evaluate(step)
-                meter.restart()
-            interval = config.checkpoint.interval
-            due = interval and step % interval == 0 and step < last and not stopping
-            if due and not self._nothing_to_save(step):
-                self._refuse(self.data_watch.changed)
-                self.checkpoints.save(step, background=config.checkpoint.async_save)
+        with Collections() as collections:
+            while step < last and not stopping:
+                self.heartbeat.beat("train", step)
+                recorder.kept.clear()
+                result = train_step(
+                    config, self.parts, recorder, self.micro_batches, self.guard.accepts
+                )
+                step += 1
+                collections.after_step()
+                self.log.advance()
+                meter.add(result, feed, counts=not self.guard.why)
+                if self.guard.why:
+                    self._skipped(step, recorder)
+                if step % config.logging.interval == 0 or step == last:
+                    meter.report(step)
+                self.checkpoints.finish_pending(blocking=False)
+                stopping = self.exit_request.agreed()
+                if step < last and not stopping and self._evaluation_is_due(step):
+                    stopping = not self._evaluate(step)
+                    meter.restart()
+                interval = config.checkpoint.interval
+                due = interval and step % interval == 0 and step < last and not stopping
+                if due and not self._nothing_to_save(step):
+                    self._refuse(self.data_watch.changed)
+                    self.checkpoints.save(step, background=config.checkpoint.async_save)
         return step, stopping
 
     def _skipped(self, step: int, recorder: RecordingFeed) -> None:
@@ -264,7 +276,12 @@ class Trainer:
             sums = sums + evaluate_batch(self.config, self.parts, feed, self.micro_batches)
         self.parts.ddp.train()
         self.evaluated = step
-        self.log.evaluation(step, mean_over_ranks(sums[0], sums[-1]), self.unigram)
+        self.log.evaluation(
+            step,
+            mean_over_ranks(sums[0], sums[-1]),
+            self.unigram,
+            exit_means(sums[1:-1], sums[-1], self.parts.model.part_names),
+        )
         return True
 
     def _feed(self, dataset: Any, steps: range, num_workers: int) -> DataFeed:
@@ -278,7 +295,7 @@ class Trainer:
             replicas=self.replicas,
             num_workers=num_workers,
         )
-        return DataFeed(source, self.config, self.tokenizer.eos_id)
+        return DataFeed(source, self.config, self.eod)
 
     def _unigram(self) -> float | None:
         """Entropy of the validation labels one by one: what a model without context can reach."""
@@ -365,7 +382,7 @@ class _Meter:
             step,
             {
                 "loss": loss,
-                **exit_means(self.exit_sums, self.tokens),
+                **exit_means(self.exit_sums, self.tokens, trainer.parts.model.part_names),
                 **indexer_means(trainer.config, trainer.parts.model),
                 "grad_norm": self.grad_norm,
                 "lr": trainer.parts.lr,

@@ -1,16 +1,24 @@
 """megatron-core's optimizer and learning-rate schedule from our config."""
 
+from collections.abc import Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import (
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.model.core_config import passthrough
+from megatron_lt2.training import multi_tensor
+from megatron_lt2.training.optimizer_state import fuse
 
 
 def check_optimizer_fields(config: RunConfig) -> dict[str, Any]:
@@ -30,9 +38,16 @@ def peak_and_final_lr(config: RunConfig) -> tuple[float, float]:
 
 
 def build_optimizer(
-    config: RunConfig, ddp_model: Any, dtype: torch.dtype, overlap_param_gather: bool
+    config: RunConfig,
+    ddp_model: Any,
+    dtype: torch.dtype,
+    overlap_param_gather: bool,
+    learning_rates: Sequence[tuple[str, float]] = (),
 ) -> Any:
     """AdamW over the DDP-wrapped model; per-channel parameters and rho are not decayed.
+
+    learning_rates: (pattern of parameter names, peak rate), the first that fits counts; the final
+        rate is as much lower as that of the others.
 
     Raises:
         ValueError: `megatron.optimizer` names an unknown field, or one that the schema owns.
@@ -64,14 +79,39 @@ def build_optimizer(
     # the defaults.
     decay = optimizer.weight_decay
     own_dtype = ParamPredicate(name="other_dtype", fn=lambda p: p.dtype != dtype)
-    return get_megatron_optimizer(
+    made = get_megatron_optimizer(
         CoreOptimizerConfig(**values),
         [ddp_model],
         config_overrides={
             undecayed: ParamGroupOverride(wd_mult=0.0),
             ParamKey(predicate=own_dtype): ParamGroupOverride(start_wd=decay, end_wd=decay),
+            **_rates(learning_rates, final / peak if peak else 0.0),
         },
     )
+    fuse(made)
+    multi_tensor.install()
+    return made
+
+
+def _rates(
+    rules: Sequence[tuple[str, float]], final_share: float
+) -> dict[ParamKey, ParamGroupOverride]:
+    """A parameter belongs to the first pattern that fits its name."""
+    patterns = [pattern for pattern, _ in rules]
+
+    def first_to_fit(name: str) -> str | None:
+        own = name.removeprefix("module.")
+        return next((pattern for pattern in patterns if fnmatchcase(own, pattern)), None)
+
+    return {
+        ParamKey(
+            with_name_predicate=ParamWithNamePredicate(
+                name=f"rate of {pattern}",
+                fn=lambda parameter, name, pattern=pattern: first_to_fit(name) == pattern,
+            )
+        ): ParamGroupOverride(max_lr=rate, min_lr=rate * final_share)
+        for pattern, rate in rules
+    }
 
 
 def _is_per_channel(parameter: torch.nn.Parameter) -> bool:

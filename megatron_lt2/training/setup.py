@@ -17,6 +17,8 @@ from megatron_lt2.model.core_config import (
 )
 from megatron_lt2.parallel import platform
 from megatron_lt2.parallel.loop_pipeline import LoopPipeline, build_loop_pipeline
+from megatron_lt2.parallel.weight_gradient import expect_no_gradient
+from megatron_lt2.training.fp8_device import check_fp8_device
 from megatron_lt2.training.schedule import (
     build_optimizer,
     build_scheduler,
@@ -52,7 +54,23 @@ class TrainingParts:
             self.ddp.start_param_sync(force_sync=True)
 
 
-def build_parts(config: RunConfig) -> TrainingParts:
+@dataclass(frozen=True)
+class Variation:
+    """What a run trains beside a plain LT2Model.
+
+    model_class: called as LT2Model; None: LT2Model.
+    prepare: given the model with its initial weights, before DDP lays out gradient buffers: what
+        does not require a gradient then is left alone.
+    learning_rates: (pattern of parameter names, peak rate), the first that fits counts; the others
+        have `optimizer.lr`.
+    """
+
+    model_class: Any = None
+    prepare: Callable[[Any], None] = lambda model: None
+    learning_rates: tuple[tuple[str, float], ...] = ()
+
+
+def build_parts(config: RunConfig, variation: Variation = Variation()) -> TrainingParts:  # noqa: B008
     """Model with initial weights, DDP, optimizer and schedule, on this rank's device.
 
     Raises:
@@ -77,11 +95,12 @@ def build_parts(config: RunConfig) -> TrainingParts:
         kernels = resolve_backend(config.precision.kernels, platform.device().type)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
+    check_fp8_device(config.precision.fp8)
     try:
         core = transformer_config(config, on_gpu)
         ddp_fields = passthrough(config.megatron.ddp, DistributedDataParallelConfig, "ddp")
         check_optimizer_fields(config)
-        model: Any = LT2Model(
+        model: Any = (variation.model_class or LT2Model)(
             core,
             config.model,
             padded_vocab_size=padded_vocab_size(config),
@@ -96,6 +115,7 @@ def build_parts(config: RunConfig) -> TrainingParts:
     if on_gpu:
         model.cuda()
     initialise(model, config.model, config.training.seed)
+    variation.prepare(model)
 
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     overlap = parallel.overlap_grad_reduce
@@ -111,7 +131,9 @@ def build_parts(config: RunConfig) -> TrainingParts:
     }
     ddp_values.update(ddp_fields)
     ddp = DistributedDataParallel(core, DistributedDataParallelConfig(**ddp_values), model)
-    optimizer = build_optimizer(config, ddp, dtype, gather)
+    if not ddp.ddp_config.overlap_grad_reduce:
+        expect_no_gradient(model.parameters())
+    optimizer = build_optimizer(config, ddp, dtype, gather, variation.learning_rates)
     pipeline, schedule = None, core
     if parallel.pipeline > 1:
         pipeline = build_loop_pipeline(model, core, config.model.loops, model.decoder.carries)

@@ -120,8 +120,8 @@ def recall(model: Any, batches: int = 4) -> float:
     seen: list[torch.Tensor] = []
     select = dsa_layer.select_keys
 
-    def remember(*args: Any) -> torch.Tensor:
-        seen.append(select(*args))
+    def remember(*args: Any, **options: Any) -> torch.Tensor:
+        seen.append(select(*args, **options))
         return seen[-1]
 
     dsa_layer.select_keys = remember

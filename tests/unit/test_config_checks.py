@@ -10,6 +10,7 @@ from megatron_lt2.config.schema import ParallelConfig, RunConfig
 from megatron_lt2.mixers.registry import RECURRENT, recurrent_mixer
 from megatron_lt2.parallel import platform
 from megatron_lt2.recurrent.base import RecurrentMixer
+from megatron_lt2.training.fp8_device import check_fp8_device
 from tests.tiny_run import tiny_config
 
 # Head counts come from the mixers, which import megatron-core.
@@ -181,10 +182,20 @@ REFUSALS = {
         4,
         ["parallel.context 4", "2 tokens a rank", "model.gdn.conv_size 4", "use fewer ranks"],
     ),
-    "fp8": (
-        {TRANSFORMER: {"fp8": "hybrid"}},
+    "fp8 of fp32 weights": (
+        {"precision.fp8": "current", "precision.dtype": "fp32"},
         1,
-        ["megatron.transformer.fp8 'hybrid'", "leave it out"],
+        ["precision.fp8 current", "precision.dtype is fp32", "set it to auto or bf16"],
+    ),
+    "fp8 of a narrow layer": (
+        {"precision.fp8": "delayed", "model.hidden_size": 40, "model.num_heads": 2},
+        1,
+        ["precision.fp8 delayed", "residual stream is 40", "multiple of 16", "model.hidden_size"],
+    ),
+    "fp8 of a mixer's rows": (
+        {"precision.fp8": "block", "model.gdn.num_heads": 3, "data.sequence_length": 16},
+        1,
+        ["the projection of model.gdn is", "multiple of 16", "model.gdn.num_heads"],
     ),
     "experts": (
         {TRANSFORMER: {"num_moe_experts": 4}},
@@ -463,11 +474,17 @@ def test_refusal_names_setting_value_and_fix(name):
         ({"optimizer.schedule": "wsd", "optimizer.warmup_steps": 4, "optimizer.decay_steps": 6}, 1),
         ({"data.split": "98,0,2", "training.eval_batches": 0}, 1),
         ({"data.path": ["a", "b"], "data.weights": [1.0, 3.0]}, 1),
-        ({TRANSFORMER: {"fp8": None, "recompute_granularity": "full"}}, 1),
+        ({TRANSFORMER: {"fp8": None, "deterministic_mode": False}}, 1),
     ],
 )
 def test_what_looks_similar_but_works_passes(changes, ranks):
     check_config(_with(changes), ranks)
+
+
+def test_fp8_needs_a_gpu_that_has_it():
+    check_fp8_device("none")
+    with pytest.raises(ConfigError, match="precision.fp8 current needs a GPU .* no GPU here"):
+        check_fp8_device("current")
 
 
 def test_data_is_only_needed_for_training():

@@ -195,7 +195,11 @@ def test_saved_config_reads_back_equal(tmp_path, monkeypatch):
     config.model.pattern = ["gdn"] * config.model.num_layers
     config.model.gdn.head_k_dim = 6
     config.data.path, config.data.weights = ["a", "b"], [0.25, 0.75]
-    config.megatron.transformer = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    config.megatron.transformer = {
+        "deterministic_mode": False,
+        "microbatch_group_size_per_vp_stage": 2,
+    }
+    config.memory.recompute_layers = 0.25
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))
     # A saved config is what was run: the shell of the reader changes nothing.

@@ -68,9 +68,9 @@ def test_a_value_of_the_wrong_kind(arguments, said):
     "arguments, said",
     [
         (
-            ("--megatron.transformer.recompute_granularty", "full"),
-            "megatron.transformer.recompute_granularty is no field of megatron-core's "
-            "TransformerConfig; did you mean recompute_granularity?",
+            ("--megatron.transformer.batch_invarant_mode", "true"),
+            "megatron.transformer.batch_invarant_mode is no field of megatron-core's "
+            "TransformerConfig; did you mean batch_invariant_mode?",
         ),
         (("--megatron.ddp.bucket_sizes", "3"), "did you mean bucket_size?"),
         (("--megatron.optimizer.adam_bta1", "3"), "did you mean adam_beta1?"),
@@ -121,7 +121,7 @@ def test_every_tool_refuses_it_and_says_nothing_else(tool, tmp_path):
 
 def test_names_are_checked_without_torch():
     code = "import sys; from megatron_lt2.config.load import load_config\n"
-    code += "load_config(['--megatron.transformer.recompute_granularity', 'full'])\n"
+    code += "load_config(['--megatron.transformer.deterministic_mode', 'false'])\n"
     code += "sys.exit('torch' in sys.modules)"
     argv = [sys.executable, "-c", code]
     assert subprocess.run(argv, cwd=ROOT, timeout=60, check=False).returncode == 0
@@ -145,7 +145,7 @@ from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.parallel import platform
 
 platform.install()
-train._write_run_facts(RunConfig(run_dir=sys.argv[1]), SimpleNamespace(save=lambda path: None))
+train._write_run_facts(RunConfig(run_dir=sys.argv[1]), SimpleNamespace(save=lambda path: None), "megatron_lt2.train")
 """
     (tmp_path / "rank.py").write_text(code)
     spawn = [sys.executable, "-m", "megatron_lt2.tools.spawn", "--nproc", "1", "--"]

@@ -22,7 +22,7 @@ platform.install()
 from megatron_lt2.mixers.registry import MIXER_NAMES, get_mixer  # noqa: E402
 from megatron_lt2.model.activations import Share, layer_bytes  # noqa: E402
 from megatron_lt2.model.core_config import padded_vocab_size  # noqa: E402
-from megatron_lt2.model.cost import layer_parameters, stage_parameters  # noqa: E402
+from megatron_lt2.model.cost import head_bytes, layer_parameters, stage_parameters  # noqa: E402
 from megatron_lt2.model.counting import (  # noqa: E402
     count_parameters,
     estimate_memory,
@@ -109,8 +109,25 @@ def test_the_loss_over_exits_runs_the_head_in_every_loop():
     more = forward_flops_per_token(every, 24) - forward_flops_per_token(last, 24)
     assert more == 2 * TINY.hidden_size * (TINY.vocab_size + 1)  # two loops
     config = tiny_config(model=every)
-    config.model.vocab_size = 2**16  # the logits make the peak, those of one loop
-    assert estimate_memory(config, 1, 2).logits == 6 * 24 * 2**16
+    # The logits make the peak, those of one loop and of a chunk of its tokens.
+    config.model.vocab_size, config.data.sequence_length = 2**16, 2**15
+    head = 2**29 + 2 * 2**15 * TINY.hidden_size  # and the hidden states' gradient
+    assert estimate_memory(config, 1, 2).logits == head
+
+
+def test_what_is_alive_at_the_head():
+    config = tiny_config()
+    config.model.vocab_size = 2**16
+    logits, weight, hidden = 24 * 2**16, 32 * 2**16, 24 * 32
+    assert head_bytes(config, Share(tokens=24)) == 2 * (logits + hidden)
+    assert head_bytes(config, Share(tokens=24, sequence=True)) == 2 * (logits + 2 * hidden)
+    config.model.tie_embeddings = False  # autograd gets a gradient of the weight's size
+    assert head_bytes(config, Share(tokens=24)) == 2 * (weight + hidden)
+    config.parallel.tensor = 2
+    assert head_bytes(config, Share(tokens=24, tensor=2)) == weight + 2 * hidden
+    config.parallel.tensor, config.parallel.pipeline = 1, 2
+    config.model.tie_embeddings = True  # a copy of the embedding
+    assert head_bytes(config, Share(tokens=24)) == 6 * weight + 2 * hidden
 
 
 def _counted(rank, world, config, cases):
@@ -220,11 +237,13 @@ def test_memory_estimate_follows_the_shards():
     assert (four.parameters, four.optimizer) == (2 * count, 12 * count / 4)
     config.parallel.tensor = 2
     assert estimate_memory(config, 4, 2).parameters == count
-    assert estimate_memory(config, 4, 2).logits == four.logits / 2
+    hidden = 2 * 24 * config.model.hidden_size  # its gradient, of which every rank has a part
+    assert estimate_memory(config, 4, 2).logits - hidden == (four.logits - hidden) / 2
     config.parallel.tensor, config.parallel.context = 1, 2
     assert estimate_memory(config, 4, 2).optimizer == four.optimizer
-    config.model.vocab_size = 2**16  # so that the logits make the peak
-    assert estimate_memory(config, 4, 2).logits == 6 * 24 / 2 * 2**16
+    # So that the logits make the peak.
+    config.model.vocab_size, config.data.sequence_length = 2**16, 240
+    assert estimate_memory(config, 4, 2).logits == 2 * 120 * (2**16 + config.model.hidden_size)
 
 
 def test_a_pipeline_stage_holds_its_layers_and_a_table():
@@ -242,7 +261,7 @@ def test_recomputation_keeps_the_layers_inputs():
     config = tiny_config()
     config.model.vocab_size, config.data.sequence_length = 16, 8192
     whole = estimate_memory(config, 1, 2)
-    config.megatron.transformer = {"recompute_granularity": "full"}
+    config.memory.recompute_layers = 1.0
     less = estimate_memory(config, 1, 2)
     passes = config.model.num_layers * config.model.loops
     stream = 8192 * config.model.hidden_size * 2
@@ -263,10 +282,13 @@ def test_bytes_kept_by_the_1_3b_layer_add_up():
     keys, values, d, ffn, heads = 1536, 3072, 2048, 5632, 16
     norms = 2 * (2 * d * 2 + 4)
     conv_input = (2 * keys + values) * 2
-    recurrence = (2 * keys + values) * 2 + heads * (64 * 2 + 4 * 4 + 2 * 2)
+    recurrence = (2 * keys + values) * 2 + heads * (64 * 2 + 2 * 4 + 2 * 2)
     gated_norm = 3 * values * 2 + heads * 4
-    expected = norms + conv_input + recurrence + gated_norm + 3 * ffn * 2
+    expected = norms + conv_input + recurrence + gated_norm + 2 * ffn * 2
     assert layer_bytes("gdn", model, Share(tokens=8192)) == expected
+    # Outputs of both norms, of the gated one, and of the convolution.
+    again = 2 * d * 2 + values * 2 + (2 * keys + values) * 2
+    assert layer_bytes("gdn", model, Share(tokens=8192, cheap=True)) == expected - again
 
 
 @pytest.mark.parametrize("name", MIXER_NAMES)

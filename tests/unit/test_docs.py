@@ -121,7 +121,9 @@ def test_source_files_exist(page: Path) -> None:
 def test_modules_of_commands_exist(page: Path) -> None:
     for command in [*code_spans(page), *commands(page)]:
         for module in re.findall(r"-m (megatron_lt2[\w.]*)", command):
-            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), command
+            file = ROOT / (module.replace(".", "/") + ".py")
+            package = file.with_suffix("") / "__main__.py"
+            assert file.is_file() or package.is_file(), command
 
 
 @each_page

@@ -17,11 +17,7 @@ def _config(recompute=False, **dsa):
     config.model.dsa = replace(config.model.dsa, **dsa)
     config.megatron.ddp = {"grad_reduce_in_fp32": False}
     if recompute:
-        config.megatron.transformer = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        config.memory.recompute_layers = 1.0
     config.training.global_batch_size = 2  # two micro-batches: gradients accumulate
     return config
 

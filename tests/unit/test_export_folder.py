@@ -45,6 +45,7 @@ CODE = {
     "exits_lt2.py",
     "kernels_backend.py",
     "kernels_conv.py",
+    "kernels_conv_triton.py",
     "kernels_gdn.py",
     "kernels_guards.py",
     "kernels_norms.py",
@@ -69,6 +70,7 @@ CODE = {
     "recurrent_initial.py",
     "recurrent_names.py",
     "sparse_lt2.py",
+    "sparse_slots_lt2.py",
 }
 
 

@@ -8,8 +8,10 @@ from tiny_lt2 import ALL, LINEAR, LOOPS, PATTERN, SPARSE, VOCAB, WINDOW, cache_o
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from megatron_lt2.hf.cache_lt2 import LinearSlot, LT2Cache, SparseSlot, WindowSlot
+from megatron_lt2.hf.cache_lt2 import LinearSlot, LT2Cache, WindowSlot
 from megatron_lt2.hf.modeling_lt2 import CACHE_NAME
+from megatron_lt2.hf.sparse_slots_lt2 import BlockSlot, SparseSlot
+from megatron_lt2.ops.nsa import RowBlocks
 
 EOS, PAD = 0, 1
 PROMPT_LENGTHS = [1, 2, 7, 70]
@@ -106,6 +108,53 @@ def test_every_mixer_in_pieces_equals_the_whole(name):
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=0, atol=exactness(name))
 
 
+def test_nsa_averages_a_block_once(monkeypatch):
+    """A new token completes one block or none, and the blocks there were are not made again."""
+    model, ids = one_mixer("nsa"), prompt(38)
+    whole = model(ids, use_cache=False).logits
+    cache = cache_of(model(ids[:, :20], use_cache=True))
+    slot = cache.slot(0, 0)
+    assert isinstance(slot, BlockSlot)
+    size = model.config.mixer_settings["nsa"]["block_size"]
+    made, add = [], RowBlocks.add
+
+    def counted(self, x, means, known):
+        made.append((x.shape[1] - known) // self.size + 1)
+        return add(self, x, means, known)
+
+    monkeypatch.setattr(RowBlocks, "add", counted)
+    for t in range(20, 38):
+        before = slot.state[2]
+        out = model(ids[:, t : t + 1], cache=cache)
+        torch.testing.assert_close(out.logits[:, 0], whole[:, t], rtol=0, atol=1e-9)
+        assert torch.equal(slot.state[2][:, : t // size], before[:, : t // size])
+    assert set(made) == {1}
+    means = slot.state[0][:, : 38 // size * size].unflatten(1, (-1, size)).mean(2)
+    torch.testing.assert_close(slot.state[2][:, : 38 // size], means)
+    cache.crop(-7)
+    out = model(ids[:, 31:], cache=cache)
+    torch.testing.assert_close(out.logits, whole[:, 31:], rtol=0, atol=1e-9)
+    # The test can fail: with a wrong mean in the cache, something else comes out.
+    cache.crop(-1)
+    slot.state = (*slot.state[:3], slot.state[3] + 0.1)
+    assert (model(ids[:, 37:], cache=cache).logits - whole[:, 37:]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_row_of_padding_alone_begins_later(name):
+    """Padding so long that the first call has nothing else of a row."""
+    model = one_mixer(name)
+    ids, mask = left_padded([prompt(3), prompt(30)])
+    cache, pieces = LT2Cache(model.config), []
+    for start, stop in ((0, 21), (21, 26), (26, 30)):
+        given = {"attention_mask": mask[:, :stop], "cache": cache}
+        pieces.append(model(ids[:, start:stop], **given).logits)
+    together = torch.cat(pieces, 1)
+    for row, tokens in enumerate((prompt(3), prompt(30))):
+        alone = model(tokens).logits[0]
+        torch.testing.assert_close(together[row, -len(alone) :], alone, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", [*LINEAR, *SPARSE, "window", "schedule", "full"])
 def test_padded_rows_of_every_mixer_equal_rows_alone(name, side):
@@ -188,7 +237,7 @@ def test_what_a_cache_held_is_never_written_to():
                 else [slot.keys, slot.values]
             )
         ]
-        assert len(held) == 23
+        assert len(held) == 24
         copies = [tensor.clone() for tensor in held]
         model(prompt(new), cache=cache)
         assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))

@@ -20,7 +20,12 @@ from tests.unit.tiny_text import request, write_jsonl, write_tokenizer
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ROOT / "launchers" / "pretrain_lt2_1b3.sh"
 QUICKSTART = ROOT / "launchers" / "quickstart.sh"
-CONFIGS = sorted((ROOT / "launchers" / "configs").glob("*.yaml"))
+DISTILLATIONS = sorted(
+    path
+    for path in (ROOT / "launchers" / "configs").glob("*.yaml")
+    if path.stem.startswith(("distill", "linearize"))
+)
+CONFIGS = sorted({*(ROOT / "launchers" / "configs").glob("*.yaml")} - {*DISTILLATIONS})
 SCRIPTS = sorted(
     [*(ROOT / "ci").rglob("*.sh"), *(ROOT / "launchers").rglob("*.sh"), ROOT / ".ci/run"]
 )
@@ -159,6 +164,8 @@ def test_bad_short_name_is_refused(env: dict[str, str], message: str, tmp_path: 
 
 
 def dry_run(tmp_path: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    if shutil.disk_usage(tmp_path).free < 50e9:
+        pytest.skip("the 1.3B model is refused without room for two checkpoints, 42 GB")
     return bash(PRETRAIN, *arguments, cwd=tmp_path, LT2_DRY_RUN="1", **env)
 
 

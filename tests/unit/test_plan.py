@@ -15,7 +15,7 @@ platform.install()
 
 from megatron_lt2.config.checks import check_config  # noqa: E402
 from megatron_lt2.config.load import load_config  # noqa: E402
-from megatron_lt2.layouts import best_layout, candidates, find_layouts  # noqa: E402
+from megatron_lt2.layouts import RECOMPUTE, best_layout, candidates, find_layouts  # noqa: E402
 from megatron_lt2.model.cost import passes_in_flight  # noqa: E402
 from megatron_lt2.model.speed import Machine, bandwidth, estimate_step  # noqa: E402
 from megatron_lt2.model.traffic import transfers  # noqa: E402
@@ -57,7 +57,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_tensor_traffic(sequence: bool, recompute: bool) -> None:
     config = run("full", tensor=2, sequence=sequence)
     if recompute:
-        config.megatron.transformer = {"recompute_granularity": "full"}
+        config.memory.recompute_layers = 1.0
     half = TOKENS * D * 2 / 2
     # Two all-reduces forward, each as much as a reduce-scatter and a gather, two back.
     each = 4 * half + 4 * half + (2 * half if sequence else 0) + (4 * half if recompute else 0)
@@ -207,7 +207,8 @@ def test_what_does_not_fit_comes_last_by_memory() -> None:
 def test_pinned_choices_stay() -> None:
     base = run(tensor=2)
     found = list(candidates(base, 8, Machine(), {"tensor", "recompute"}))
-    assert {(c.parallel.tensor, bool(c.megatron.transformer)) for c in found} == {(2, False)}
+    assert {(c.parallel.tensor, c.memory.recompute_layers) for c in found} == {(2, 0.0)}
+    assert not any(c.memory.recompute_cheap for c in found)
 
 
 # The tool itself.
@@ -227,7 +228,7 @@ def test_json_and_the_options_to_paste(capsys) -> None:
     for layout in printed["layouts"]:
         ways = layout["tensor"] * layout["pipeline"] * layout["context"] * layout["data"]
         assert ways == 4
-        assert layout["recompute"] in ("none", "full")
+        assert layout["recompute"] in RECOMPUTE
         for name in ("memory_bytes", "seconds"):
             parts = dict(layout[name])
             assert parts.pop("total") == pytest.approx(sum(parts.values()))
@@ -238,8 +239,53 @@ def test_json_and_the_options_to_paste(capsys) -> None:
     check_config(pasted, 4, need_data=False)
     last = printed["layouts"][-1]
     assert pasted.parallel.tensor == last["tensor"] and pasted.parallel.context == last["context"]
-    again = pasted.megatron.transformer.get("recompute_granularity") or "none"
-    assert again == last["recompute"]
+    assert pasted.memory == RECOMPUTE[last["recompute"]]
+
+
+@pytest.mark.parametrize("name", RECOMPUTE)
+def test_what_is_made_again_is_printed_as_options_that_load(name: str) -> None:
+    """Beside a base that has something else, so that every choice must be said."""
+    other = "full" if name == "none" else "none"
+    base = replace(run(), memory=replace(RECOMPUTE[other]))
+    found, _ = find_layouts(base, 1, Machine(), 1e9)
+    chosen = [layout for layout in found if layout.sizes()["recompute"] == name]
+    assert chosen
+    for layout in chosen:
+        options = layout.overrides(base)
+        assert "--memory.recompute_cheap" in options
+        pasted = load_config([*TINY, *options])
+        assert pasted.memory == RECOMPUTE[name]
+        check_config(pasted, 1, need_data=False)
+
+
+def test_cheap_parts_cost_less_memory_than_kept_ones_and_less_time_than_layers() -> None:
+    found, _ = find_layouts(run(), 1, Machine(), 1e9)
+    one = [x for x in found if x.config.training.micro_batch_size == 1]
+    by_name = {layout.sizes()["recompute"]: layout for layout in one}
+    none, cheap, full = (by_name[name] for name in ("none", "cheap", "full"))
+    assert none.memory.total > cheap.memory.total > full.memory.total
+    assert none.time.total <= cheap.time.total < full.time.total
+
+
+@pytest.mark.parametrize("pattern", ["gdn", "full"])
+def test_making_cheap_parts_again_takes_a_little_time(pattern: str) -> None:
+    config = RunConfig(model=ModelConfig(vocab_size=128256, pattern=pattern))
+    config.data.sequence_length = 4096
+    config.training.micro_batch_size = config.training.global_batch_size = 2
+    plain = estimate_step(config, 1, Machine())
+    config.memory.recompute_cheap = True
+    again = estimate_step(config, 1, Machine())
+    assert 1.002 < again.total / plain.total < 1.04
+
+
+@pytest.mark.parametrize(
+    "pinned", [["--memory.recompute_cheap", "true"], ["--memory.recompute_layers", "0.5"]]
+)
+def test_what_is_made_again_can_be_given(pinned: list[str], capsys) -> None:
+    assert plan.main(["--gpus", "2", "--json", *TINY, *pinned]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert {x["recompute"] for x in layouts} == {"cheap" if "true" in pinned else "50%"}
+    assert not any("--memory.recompute_layers" in x["overrides"] for x in layouts)
 
 
 def test_table_and_choice(capsys) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def _compare(name: str = "gdn", **changes: object) -> selftest.Comparison:
     return selftest.compare(name, TINY, **{**given, "packed": True, **changes})  # type: ignore
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", selftest.TESTED)
 @pytest.mark.parametrize("packed", [True, False])
 def test_every_mixer_agrees_with_itself(name: str, packed: bool) -> None:
     result = _compare(name, packed=packed, ranks=2)
@@ -66,6 +67,42 @@ def test_every_mixer_agrees_with_itself(name: str, packed: bool) -> None:
     # Rounding, not zero: two runs were compared, and some gradient was off most.
     assert 0 < result.output < 1e-5 and 0 < result.gradient < 1e-4
     assert selftest.refusal([result]) is None
+
+
+@pytest.mark.parametrize("fault", ["loss", "selection"])
+def test_a_wrong_sparse_kernel_is_named(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_lt2.kernels import dsa
+
+    name = "indexer_loss" if fault == "loss" else "select_keys"
+    right = getattr(dsa, name)
+
+    def wrong(*given: Any, **options: Any) -> torch.Tensor:
+        found = right(*given, **options)
+        if fault == "loss":
+            return 1.03 * found if given[1].q.dtype == torch.float32 else found
+        first = given[0]
+        return (found - 1).clamp(min=-1) if first.dtype == torch.float32 else found
+
+    monkeypatch.setattr(dsa, name, wrong)
+    assert selftest.main([*SMALL, "--mixers", "window,dsa"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: the kernels of dsa do not compute") and err.count("\n") == 1
+    assert "gradient of index_" in err if fault == "loss" else "output off by" in err
+
+
+def test_what_a_kernel_does_not_take_is_skipped_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {pattern: nsa+dsa, num_layers: 2, nsa: {num_kv_heads: 2}}")
+    monkeypatch.setattr(selftest, "resolve_backend", lambda *_: "fla")
+    monkeypatch.setattr(selftest, "compare", lambda name, *_, **__: 1 / 0)
+    assert selftest.main(["--config", str(path), "--dtype", "fp16"]) == 0
+    out = capsys.readouterr().out
+    assert "nsa skipped: 16 query heads over 2 key heads are 8 a key head" in out
+    assert "dsa skipped: torch.float16" in out
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,15 +191,15 @@ def test_mixers_and_shapes_of_a_config(
     assert seen == {"kda": (32, 4, 500, True)}
     seen.clear()
     assert selftest.main([]) == 0
-    assert list(seen) == list(RECURRENT)
+    assert list(seen) == [*RECURRENT, "window", "nsa", "dsa"]
 
 
-def test_a_config_without_linear_mixers_is_not_called_right(
+def test_a_config_without_such_mixers_is_not_called_right(
     config_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path(config_file).write_text("model: {pattern: full}")
     assert selftest.main(["--config", config_file]) == 2
-    assert "model.pattern 'full' has no linear mixer" in capsys.readouterr().err
+    assert "model.pattern 'full' has no mixer with a kernel" in capsys.readouterr().err
 
 
 def test_fp32_products_of_the_fast_kernels_may_be_tf32(monkeypatch: pytest.MonkeyPatch) -> None:

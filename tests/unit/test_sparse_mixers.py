@@ -1,6 +1,7 @@
 """What sparse mixers and loop patterns refuse and cost, and that each loop has its own mask."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,33 @@ def test_a_geometry_that_the_kernel_does_not_take_is_refused_when_the_model_is_b
     settings.num_kv_heads = 2
     with pytest.raises(ValueError, match="model.nsa has 16 query heads over 2 key heads are 8"):
         NSAMixer(None, 1, mixer="nsa", settings=settings, rope=(1e4, False), kernels="fla")
+
+
+@pytest.mark.parametrize(
+    "ranks, settings, message",
+    [
+        (1, {"num_heads": 32}, None),
+        (1, {"num_heads": 48}, "model.dsa has 48 query heads a rank, where the kernels of sparse"),
+        (2, {"num_heads": 48}, None),
+        (1, {"num_heads": 48, "kv": "grouped"}, None),
+        (1, {"latent_dim": 1024}, "model.dsa has 1088 channels of a key"),
+        (1, {"index_dim": 300, "kv": "grouped"}, "model.dsa has 300 channels of an indexer's head"),
+    ],
+)
+def test_what_the_kernels_of_dsa_take(ranks, settings, message):
+    from megatron_lt2.mixers.dsa_layer import DSAMixer
+
+    found = replace(ModelConfig(num_heads=16).mixer_settings("dsa"), **settings)
+    layer = SimpleNamespace(
+        settings=found, shared=found.kv == "shared", kernels="fla", tp_size=ranks
+    )
+    if message is None:
+        DSAMixer._check_kernels(layer)
+    else:
+        with pytest.raises(ValueError, match=message):
+            DSAMixer._check_kernels(layer)
+        layer.kernels = "torch"
+        DSAMixer._check_kernels(layer)
 
 
 def _loss(pattern, **settings):
