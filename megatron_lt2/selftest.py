@@ -1,14 +1,15 @@
 """Do the kernels of this machine compute what the plain recurrences say?
 
-    python -m megatron_lt2.selftest                      # every linear mixer, 1.3B shape
+    python -m megatron_lt2.selftest                      # every mixer but full, 1.3B shape
     python -m megatron_lt2.selftest --config FILE        # with the settings of a run
     python -m megatron_lt2.selftest --mixers gdn,kda --tokens 1000
 
 Kernels are compiled for each GPU, Triton version and shape, and some combinations have been seen to
-compute wrong gradients in silence. So each mixer's gates and recurrence run once with the fast
-kernels in the training dtype and once in plain torch in fp32, on the same random numbers, and
-outputs and all gradients are compared. On a machine without a GPU the plain chunk form in fp32 is
-compared with itself in fp64.
+compute wrong gradients in silence. So each mixer's gates and recurrence, or its sparse attention
+(selftest_attention.py), run once with the fast kernels in the training dtype and once in plain
+torch in fp32, on the same random numbers, and outputs and all gradients are compared. On a machine
+without a GPU the plain form in fp32 is compared with itself in fp64. A mixer whose kernels do not
+take the model's geometry or the dtype is skipped with a line that says why.
 
 The trainer runs a short form at start and refuses to train on a mismatch (precision.selftest).
 Exit codes: 0 all agree, 1 a mixer does not, 2 the command line or the installation is at fault.
@@ -32,6 +33,11 @@ from megatron_lt2.mixers.registry import MIXER_NAMES, RECURRENT, recurrent_mixer
 from megatron_lt2.model.pattern import expand_pattern
 from megatron_lt2.parallel import platform
 from megatron_lt2.recurrent.base import RecurrentMixer, Scan
+from megatron_lt2.selftest_attention import TESTED as ATTENTION_TESTED
+from megatron_lt2.selftest_attention import attention_runs, cannot_run
+
+TESTED = (*RECURRENT, *ATTENTION_TESTED)
+"""Mixers that are compared."""
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2, torch.float32: 2e-4}
 """Largest relative error (norm of the difference over norm) that rounding explains."""
@@ -74,10 +80,10 @@ def compare(
     ranks: int = 1,
     seed: int = 1,
 ) -> Comparison:
-    """Run the linear mixer `name` fast and plain, forward and backward.
+    """Run the mixer `name` fast and plain, forward and backward.
 
     Args:
-        name: a linear mixer.
+        name: one of `TESTED`.
         model: its geometry.
         device, dtype, backend: of the fast run ("fla", or "torch" with fp32 for the plain one).
         tokens: length of the row.
@@ -86,17 +92,10 @@ def compare(
         seed: of the random numbers.
     """
     start = time.perf_counter()
-    mixer = recurrent_mixer(name)(model.mixer_settings(name))
-    heads = mixer.layout.heads // ranks
-    parts, weights = _inputs(mixer, heads, tokens, dtype, seed)
-    parts = {key: value.to(device) for key, value in parts.items()}
-    weights = {key: value.to(device) for key, value in weights.items()}
     cuts = [0, tokens // 3, tokens // 3 + 1, tokens] if packed else None
-    borders = torch.tensor(cuts, dtype=torch.int32, device=device) if cuts else None
-
-    plain_dtype = torch.float32 if dtype != torch.float32 else torch.float64
-    fast = _run(mixer, parts, weights, Scan(backend, slice(0, heads), borders), dtype)
-    plain = _run(mixer, parts, weights, Scan("torch", slice(0, heads), borders), plain_dtype)
+    given: dict[str, Any] = {"device": device, "dtype": dtype, "backend": backend, "tokens": tokens}
+    runs = _recurrent_runs if name in RECURRENT else attention_runs
+    fast, plain = runs(name, model, **given, cuts=cuts, ranks=ranks, seed=seed)
     # A gradient that the kernel does not give is as wrong as can be.
     errors = {key: _error(fast[key], plain[key]) if key in fast else float("inf") for key in plain}
     output = errors.pop("output")
@@ -107,6 +106,32 @@ def compare(
         tolerance = TF32_TOLERANCE
     seconds = time.perf_counter() - start
     return Comparison(name, output, errors[worst], worst, tolerance, seconds)
+
+
+def _recurrent_runs(
+    name: str,
+    model: ModelConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str,
+    tokens: int,
+    cuts: list[int] | None,
+    ranks: int,
+    seed: int,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Output and all gradients of a linear mixer, fast and plain; arguments as `compare`."""
+    mixer = recurrent_mixer(name)(model.mixer_settings(name))
+    heads = mixer.layout.heads // ranks
+    parts, weights = _inputs(mixer, heads, tokens, dtype, seed)
+    parts = {key: value.to(device) for key, value in parts.items()}
+    weights = {key: value.to(device) for key, value in weights.items()}
+    borders = torch.tensor(cuts, dtype=torch.int32, device=device) if cuts else None
+
+    plain_dtype = torch.float32 if dtype != torch.float32 else torch.float64
+    fast = _run(mixer, parts, weights, Scan(backend, slice(0, heads), borders), dtype)
+    plain = _run(mixer, parts, weights, Scan("torch", slice(0, heads), borders), plain_dtype)
+    return fast, plain
 
 
 def _inputs(
@@ -176,7 +201,7 @@ def check_kernels(config: RunConfig, dtype: torch.dtype, device: torch.device) -
     """
     model = config.model
     used = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
-    for name in RECURRENT:
+    for name in TESTED:
         if name in used:
             result = compare(
                 name,
@@ -205,13 +230,13 @@ def _table(results: Sequence[Comparison]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_lt2.selftest",
-        description="Compare each linear mixer's kernels with its plain recurrence on this "
-        "machine: outputs and all gradients.",
+        description="Compare each mixer's kernels with its plain form on this machine: outputs "
+        "and all gradients.",
         epilog="example: python -m megatron_lt2.selftest --mixers gdn,kda --tokens 1000",
     )
     parser.add_argument("--config", help="take the model's settings from this run config")
     parser.add_argument(
-        "--mixers", help="comma-separated names; default: all linear mixers, or the config's"
+        "--mixers", help="comma-separated names; default: all but full, or the config's"
     )
     parser.add_argument("--tokens", type=int, default=500, help="length of the row (default 500)")
     parser.add_argument(
@@ -247,6 +272,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{where}, kernels {backend}, {dtypes[args.dtype]}, {args.tokens} tokens", flush=True)
     results, complaints = [], []
     for name in names:
+        reason = None
+        if name in ATTENTION_TESTED:
+            reason = cannot_run(name, model, dtypes[args.dtype], backend, 1)
+        if reason is not None:
+            print(f"{name} skipped: {reason}", flush=True)
+            continue
         try:
             result = compare(
                 name,
@@ -275,23 +306,23 @@ def _what_to_test(args: argparse.Namespace) -> tuple[ModelConfig, list[str]]:
     """The model whose shapes are tested, and the mixers.
 
     Raises:
-        ValueError: an unknown mixer, or a config that cannot be read or has no linear mixer.
+        ValueError: an unknown mixer, or a config that cannot be read or has none of them.
     """
     from megatron_lt2.config.load import load_config
 
-    model, names = ModelConfig(), list(RECURRENT)
+    model, names = ModelConfig(), list(TESTED)
     if args.config:
         model = load_config(["--config", args.config]).model
         used = expand_pattern(model.pattern, model.num_layers, MIXER_NAMES)
-        names = [name for name in RECURRENT if name in used]
+        names = [name for name in TESTED if name in used]
     if args.mixers is not None:
         names = args.mixers.split(",")
         for name in names:
-            if name not in RECURRENT:
-                raise ValueError(f"--mixers: unknown {name!r}; known are {', '.join(RECURRENT)}")
+            if name not in TESTED:
+                raise ValueError(f"--mixers: unknown {name!r}; known are {', '.join(TESTED)}")
     if not names:
         raise ValueError(
-            f"model.pattern {model.pattern!r} has no linear mixer, so there is nothing to compare; "
+            f"model.pattern {model.pattern!r} has no mixer with a kernel that is compared; "
             "name some with --mixers"
         )
     return model, names

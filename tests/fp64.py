@@ -1,7 +1,7 @@
 """Tiny models of the training side in fp64: loss and every gradient, to compare layouts of ranks.
 
 Rounding in fp32 hides small mistakes and is taken for mistakes where gradients cancel, so weights,
-gradient buffers, messages between stages and the loss are cast.
+gradient buffers and messages between stages are cast.
 """
 
 from typing import Any
@@ -41,8 +41,6 @@ def build_in_fp64(config: RunConfig) -> Any:
         parts = build(config, restart=True)
     finally:
         init.initialise = fill
-    model = parts.model
-    model.compute_language_model_loss = lambda labels, logits: token_losses(model, labels, logits)
     if parts.pipeline is not None:
         parts.pipeline.config.pipeline_dtype = torch.float64
     return parts

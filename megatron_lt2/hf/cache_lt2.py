@@ -3,8 +3,8 @@
 The weights of a layer are shared between loops, what it remembers is not: loop t of layer i reads
 and writes slot t * num_hidden_layers + i and no other. A slot of full attention is transformers'
 own growing key/value layer; one of window attention keeps the keys and values that later tokens can
-still see; one of sparse attention keeps keys and values of all tokens, and the indexer's keys; one
-of a linear mixer keeps its recurrent state and the last inputs of its convolution.
+still see; those of sparse attention are in sparse_slots_lt2.py; one of a linear mixer keeps its
+recurrent state and the last inputs of its convolution.
 
 The cache also remembers which of the past positions were padding, so that a later call need not
 repeat it. Tensors in it are replaced, never written to: what was taken out of a cache stays as it
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from .configuration_lt2 import ATTENTION, SPARSE, LT2Config
+from .sparse_slots_lt2 import SPARSE_SLOTS
 
 
 class LinearSlot(CacheLayerMixin):
@@ -190,87 +191,10 @@ class WindowSlot(DynamicLayer):
             self.seen = self.keys.shape[-2]
 
 
-class SparseSlot(CacheLayerMixin):
-    """What one sparse attention layer remembers in one loop: tensors [B, S, ...] of all tokens.
-
-    Keys and values, and of `dsa` the indexer's keys.
-    """
-
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-    state: tuple[Tensor, ...]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reset()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is allocated ahead: the first update brings the tensors."""
-
-    def update(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Put new tokens behind the ones there are, and return all."""
-        pairs = zip(self.state, new, strict=True) if self.state else ()
-        self.state = tuple(torch.cat(pair, dim=1) for pair in pairs) or new
-        self.is_initialized = True
-        return self.state
-
-    def get_seq_length(self) -> int:
-        """Tokens taken in so far, padding included."""
-        return self.state[0].shape[1] if self.state else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of what a mask for the next `query_length` tokens covers."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: any number of tokens can be taken in."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def reset(self) -> None:
-        """Forget everything."""
-        self.state = ()
-        self.is_initialized = False
-
-    def _replace(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.state = tuple(change(x) for x in self.state)
-
-    def offload(self) -> None:
-        """Move everything to the CPU."""
-        if self.state:
-            self.device = self.state[0].device
-            self._replace(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back to where it was before `offload`."""
-        if self.state:
-            device = getattr(self, "device", self.state[0].device)
-            self._replace(lambda x: x.to(device, non_blocking=True))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens."""
-        if tokens_to_remove != 0:
-            self._replace(lambda x: x[:, :tokens_to_remove])
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take the rows `beam_idx` of the batch."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` of the batch."""
-        self._replace(lambda x: x[indices.to(x.device)])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch `repeats` times."""
-        self._replace(lambda x: x.repeat_interleave(repeats, dim=0))
-
-
 def _slot(config: LT2Config, loop: int, layer: int) -> CacheLayerMixin:
     mixer = config.mixers[layer]
     if mixer in SPARSE:
-        return SparseSlot()
+        return SPARSE_SLOTS[mixer]()
     if mixer not in ATTENTION:
         return LinearSlot()
     window = config.window_of(loop, layer)

@@ -15,11 +15,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.norms import rms_norm
 from ..ops.rope import apply_rope
-from .cache_lt2 import LinearSlot, SparseSlot, WindowSlot
+from .cache_lt2 import LinearSlot, WindowSlot
 from .configuration_lt2 import ATTENTION, SPARSE, LT2Config
 from .linear_lt2 import LT2LinearMixer
 from .masks_lt2 import Tokens
 from .sparse_lt2 import LT2SparseAttention
+from .sparse_slots_lt2 import SparseSlot
 
 
 class LT2RMSNorm(nn.Module):

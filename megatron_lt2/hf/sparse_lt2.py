@@ -1,8 +1,7 @@
 """Sparse attention layers of an LT2 model: `nsa` and `dsa`.
 
-The attention is that of ops/, on plain torch. What a layer remembers is keys and values of all
-tokens, and of `dsa` the indexer's keys; it reads the selected ones only. `dsa` is always in its
-sparse stage here.
+The attention is that of ops/, on plain torch. What a layer remembers is in sparse_slots_lt2.py; it
+reads the selected keys only. `dsa` is always in its sparse stage here.
 """
 
 from types import SimpleNamespace
@@ -20,9 +19,9 @@ from ..ops.sparse_layout import (
     queries_and_keys,
     sections,
 )
-from .cache_lt2 import SparseSlot
 from .configuration_lt2 import LT2Config
 from .masks_lt2 import Tokens
+from .sparse_slots_lt2 import BlockSlot, SparseSlot
 
 
 class LT2Indexer(nn.Module):
@@ -69,17 +68,23 @@ class LT2SparseAttention(nn.Module):
         parts = {name: getattr(self, f"{name}_proj")(x_BTd) for name in self.parts}
         q, k, v = queries_and_keys(self.mixer, s, parts, tokens.positions, self.rope)
         if self.indexer is None:
+            means = None
             if slot is not None:
-                k, v = slot.update(k, v)
+                assert isinstance(slot, BlockSlot)
+                k, v, *both = slot.update_blocks(k, v, reach, s.block_size)
+                means = (both[0], both[1])
             g_cmp, g_slc, g_win = (wide(parts[name]).sigmoid().to(q.dtype) for name in NSA_GATES)
             sizes = {"block": s.block_size, "count": s.selected_blocks, "window": s.window}
-            out = nsa(q, k, v, (g_cmp, g_slc, g_win), reach, **sizes)
+            out = nsa(q, k, v, (g_cmp, g_slc, g_win), reach, **sizes, means=means)
         else:
             index_q, index_k, index_w = self.indexer(x_BTd)
             index_q, index_k = index_queries_and_keys(
                 s, index_q, index_k, tokens.positions, self.rope
             )
-            if slot is not None:
+            if slot is not None and s.kv == "shared":  # the value is a part of the key
+                k, index_k = slot.update(k, index_k)
+                v = k[..., : s.latent_dim]
+            elif slot is not None:
                 k, v, index_k = slot.update(k, v, index_k)
             chosen = select_keys(index_q, index_w, index_k, reach, s.top_k)
             out = attend(q, k, v, listed_keys(chosen))

@@ -13,10 +13,16 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_lt2.kernels.dsa import (
+    Attention,
+    indexer_loss,
+    kernel_problem,
+    select_keys,
+    sparse_attention,
+)
 from megatron_lt2.mixers.indexer import Indexer, IndexerReport, attach_loss
 from megatron_lt2.mixers.sparse import SparseMixer
-from megatron_lt2.ops.dsa import indexer_loss, mass_held, select_keys
-from megatron_lt2.ops.gathered import all_keys, attend, listed_keys
+from megatron_lt2.ops.dsa import mass_held
 from megatron_lt2.ops.reach import Reach
 from megatron_lt2.ops.sparse_layout import index_queries_and_keys, key_channels
 from megatron_lt2.parallel.collectives import all_gather
@@ -39,10 +45,30 @@ class DSAMixer(SparseMixer):
         self, config: TransformerConfig, layer_number: int, *, settings: Any, **kwargs: Any
     ) -> None:
         super().__init__(config, layer_number, settings=settings, **kwargs)
+        self.shared = settings.kv == "shared"
+        self._check_kernels()
         self.indexer = Indexer(settings, self.config.hidden_size, self.config.params_dtype)
         self.scale = key_channels("dsa", settings) ** -0.5
         self.dense, self.sampling = False, False
         self.report = IndexerReport()
+
+    def _check_kernels(self) -> None:
+        """Refuse a geometry that the kernels of a GPU do not take.
+
+        Raises:
+            ValueError: one sentence.
+        """
+        s = self.settings
+        if self.kernels != "fla":
+            return
+        heads, key = s.num_heads // self.tp_size, s.latent_dim + s.rope_dim
+        if not self.shared:  # only the selection of keys has kernels
+            heads = key = 1
+        if problem := kernel_problem(heads, key, s.index_dim):
+            raise ValueError(
+                f"model.dsa has {problem}; set model.dsa.num_heads, latent_dim, rope_dim or "
+                "index_dim accordingly, or precision.kernels torch"
+            )
 
     def attend(
         self,
@@ -64,14 +90,12 @@ class DSAMixer(SparseMixer):
         chosen = None
         if not self.dense or self.sampling:
             qi, wi, ki = (x.detach() for x in index)
-            chosen = select_keys(qi, wi, ki, reach, self.settings.top_k)
-        choice = all_keys(reach)
-        if not self.dense:
-            assert chosen is not None
-            choice = listed_keys(chosen)
-        out = attend(q, k, v, choice, self.scale)
+            chosen = select_keys(qi, wi, ki, reach, self.settings.top_k, backend=self.kernels)
+        seen = None if self.dense else chosen
+        given = Attention(q, k, v, reach, seen, self.scale, self.shared)
+        out, lse = sparse_attention(given, backend=self.kernels)
         if learns:
-            loss = indexer_loss(index, q, k, choice, scale=self.scale, reduce=self._over_heads)
+            loss = indexer_loss(index, given, lse, self._over_heads)
             out = attach_loss(out, loss, self.settings.loss_weight)
             self.report.loss = self.report.loss + loss.detach()
             self.report.queries += q.shape[0] * q.shape[1]
@@ -104,5 +128,5 @@ class DSAMixer(SparseMixer):
         held = mass_held(q, k, chosen, reach, queries, self.scale, self._over_heads)
         self.report.add_held(self.loop, held)
         keys = chosen[:, queries.to(chosen.device)]
-        backwards = self.config.recompute_granularity == "full"
+        backwards = self.config.recompute_layers == 1
         self.report.add_selection(self.loop, keys, backwards)

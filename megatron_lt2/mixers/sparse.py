@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +31,7 @@ from megatron_lt2.ops.documents import document_positions
 from megatron_lt2.ops.reach import Reach, reach_of_documents
 from megatron_lt2.ops.sparse_layout import Rope, output_width, queries_and_keys, sections
 from megatron_lt2.parallel.attention_exchange import with_earlier_keys
+from megatron_lt2.parallel.linear import ColumnLinear, RowLinear
 from megatron_lt2.parallel.sectioned_linear import sectioned_linear
 from megatron_lt2.parallel.sequence import SequenceShard
 
@@ -69,7 +69,7 @@ class SparseMixer(MegatronModule):
         self.rows = sections(mixer, settings)
         self.loop = 0
         self._check_splits()
-        self.in_proj = ColumnParallelLinear(
+        self.in_proj = ColumnLinear(
             config.hidden_size,
             sum(self.rows.values()),
             config=config,
@@ -79,7 +79,7 @@ class SparseMixer(MegatronModule):
             tp_group=groups.tp,
         )
         declare(self.in_proj.weight, shards=Shards(tuple(self.rows.values())))
-        self.out_proj = RowParallelLinear(
+        self.out_proj = RowLinear(
             output_width(mixer, settings),
             config.hidden_size,
             config=config,

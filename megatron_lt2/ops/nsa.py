@@ -56,6 +56,7 @@ def nsa(
     count: int,
     window: int,
     scale: float | None = None,
+    means: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The three branches and their sum, [B, T, H, V] in q's dtype.
 
@@ -67,14 +68,16 @@ def nsa(
         count: selected blocks a query, at least 3.
         window: tokens that the window branch sees, the query's own included.
         scale: factor on q^T k; default K**-0.5.
+        means: mean keys and values of the blocks as `RowBlocks` counts them, where all queries of
+            a row are of one document; default: they are made.
 
     Raises:
         ValueError: shapes or sizes that make no sense.
     """
     check_nsa(q_BTHK, k_BSGK, v_BSGV, block, count, reach)
     scale = q_BTHK.shape[-1] ** -0.5 if scale is None else scale
-    table = Blocks(reach, block)
-    k_cmp, v_cmp = table.pool(k_BSGK), table.pool(v_BSGV)
+    table = Blocks(reach, block) if means is None else RowBlocks(reach, block)
+    k_cmp, v_cmp = means or (table.pool(k_BSGK), table.pool(v_BSGV))
     with torch.no_grad():
         chosen = select_blocks(q_BTHK, k_cmp, table, count, scale)
     branches = (
@@ -146,6 +149,44 @@ class Blocks:
             return index.clamp(0, self.reach.keys - 1).flatten(3), seen.flatten(3)
 
         return choose
+
+
+class RowBlocks(Blocks):
+    """The blocks of rows of one document each, counted from its first token: a cache's.
+
+    Padding in front of a row's document has no blocks. What a query of padding gets means nothing.
+    """
+
+    def __init__(self, reach: Reach, size: int) -> None:
+        self.reach, self.size = reach, size
+        self.first = torch.zeros_like(reach.first)
+        self.count = -(-reach.keys // size)
+
+    def add(self, x_BSGK: Tensor, means: Tensor | None, known: int) -> Tensor:
+        """Means [B, M, G, K] of the blocks, of which only those are made that were not whole when
+        there were `known` keys.
+
+        Args:
+            x_BSGK: all keys, or values.
+            means: of the blocks that there were then.
+            known: keys then; 0: all blocks are made.
+        """
+        batch, keys = x_BSGK.shape[:2]
+        first = self.reach.first[:, -1:].expand(batch, 1)
+        start = (known - first).clamp(min=0) // self.size
+        block = start + torch.arange((keys - known) // self.size + 1, device=x_BSGK.device)
+        inside = torch.arange(self.size, device=x_BSGK.device)
+        place = (first + block * self.size).unsqueeze(-1) + inside
+        rows = torch.arange(batch, device=x_BSGK.device)
+        gathered = wide(x_BSGK[rows[:, None, None], place.clamp(max=keys - 1)])
+        made = (gathered.sum(2) / self.size).to(x_BSGK.dtype)
+        # One more, which takes in what lies beyond the last block.
+        out = x_BSGK.new_zeros(batch, self.count + 1, *x_BSGK.shape[2:])
+        if means is not None:
+            kept = min(means.shape[1], self.count)
+            out[:, :kept] = means[:, :kept]
+        out[rows[:, None], block.clamp(max=self.count)] = made
+        return out[:, : self.count]
 
 
 def select_blocks(

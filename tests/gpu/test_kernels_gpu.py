@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lt2.kernels.backend import resolve_backend
-from megatron_lt2.kernels.conv import causal_conv1d
+from megatron_lt2.kernels.conv import Part, causal_conv1d, convolve_parts
 from megatron_lt2.kernels.norms import gated_rms_norm, rms_norm
 from megatron_lt2.kernels.rotary import rotary
 from tests.kernel_cases import KERNELS, Inputs, Kernel
@@ -174,6 +174,24 @@ def test_conv(packed: bool, with_bias: bool) -> None:
     }
     if with_bias:
         inputs["bias"] = normal(channels, seed=3)
+    assert_backends_agree(call, {name: x.bfloat16() for name, x in inputs.items()})
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_conv_in_parts(packed: bool, taps: int) -> None:
+    """q, k and v of a delta rule: heads of 96 channels of length 1, and values."""
+    borders = borders_on_gpu(packed)
+    batch, parts = 1 if packed else 2, [Part(384, unit=96), Part(384, unit=96), Part(768)]
+
+    def call(backend: str, x: Inputs) -> list[Tensor]:
+        own = x["wide"].transpose(0, 1)[..., :1536]
+        return convolve_parts(own, x["weight"], parts, backend=backend, cu_seqlens=borders)
+
+    inputs = {
+        "wide": normal(LENGTH, batch, 1536 + 64, seed=0),
+        "weight": normal(1536, taps, seed=1),
+    }
     assert_backends_agree(call, {name: x.bfloat16() for name, x in inputs.items()})
 
 

@@ -32,10 +32,13 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 
 @inside
+@pytest.mark.parametrize("kernel", ["own", "fla"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("bounds", [None, [0, 1, 3, 65, 70]])
-def test_conv(bounds: list[int] | None, activation: str | None, with_bias: bool) -> None:
+def test_conv(
+    bounds: list[int] | None, activation: str | None, with_bias: bool, kernel: str
+) -> None:
     batch, length = (2, 67) if bounds is None else (1, bounds[-1])
     documents = batch if bounds is None else len(bounds) - 1
     borders = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
@@ -57,6 +60,7 @@ def test_conv(bounds: list[int] | None, activation: str | None, with_bias: bool)
             initial_state_NDW=x["state"],
             cu_seqlens=borders,
             output_final_state=True,
+            kernel=kernel,
         )
         assert state is not None
         return [y, state]

@@ -13,7 +13,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_lt2.config.schema import AttentionConfig, ParallelConfig
-from megatron_lt2.layouts import RECOMPUTE
 from megatron_lt2.mixers.registry import MIXER_NAMES
 from tests.fp64 import loss_and_gradients, weights_after, worst_error
 from tests.ranks import run_ranks
@@ -35,8 +34,12 @@ EXITS = {
 }
 """Models with a loss at every loop, by name: settings of `model`."""
 
-SPARSE = ("gdn+dsa", "gdn+nsa", "full->window=3")
-PATTERNS = (*MIXER_NAMES, "gdn+full", "kda+window", "mamba2+full", "gdn+mlstm", *SPARSE, *EXITS)
+SPARSE = ("gdn+dsa", "gdn+nsa", "gdn+window", "full->window=3")
+STAGES = "gdn+dsa in two stages"
+"""Two dense steps, then sparse ones."""
+
+HYBRIDS = ("gdn+full", "kda+window", "mamba2+full", "gdn+mlstm")
+PATTERNS = (*MIXER_NAMES, *HYBRIDS, *SPARSE, STAGES, *EXITS)
 LAYOUTS = {
     "TP 2": (2, {"tensor": 2}),
     "TP 2 + SP": (2, {"tensor": 2, "sequence": True}),
@@ -71,9 +74,11 @@ def _config(pattern, settings):
     config = tiny_config(parallel=ParallelConfig(distributed_optimizer=False, **settings))
     config.model = replace(config.model, **{"pattern": pattern, **EXITS.get(pattern, {})})
     config.model.num_layers = 2
+    if pattern == STAGES:
+        config.model.pattern, config.model.dsa.dense_steps = "gdn+dsa", 2
     config.megatron.ddp = {"grad_reduce_in_fp32": False}
     if recompute:
-        config.megatron.transformer = dict(RECOMPUTE)
+        config.memory.recompute_layers = 1.0
     return config
 
 

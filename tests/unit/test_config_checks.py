@@ -192,6 +192,11 @@ REFUSALS = {
         1,
         ["precision.fp8 delayed", "residual stream is 40", "multiple of 16", "model.hidden_size"],
     ),
+    "fp8 over tensor-parallel ranks": (
+        {"precision.fp8": "current", "parallel.tensor": 2},
+        2,
+        ["precision.fp8 current", "parallel.tensor 2", "precision.fp8 none"],
+    ),
     "fp8 of a mixer's rows": (
         {"precision.fp8": "block", "model.gdn.num_heads": 3, "data.sequence_length": 16},
         1,
