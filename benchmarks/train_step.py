@@ -154,9 +154,9 @@ def release(parts: TrainingParts) -> None:
         getattr(module, "_fp8_workspaces", {}).clear()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def build_parser(description: str | None) -> argparse.ArgumentParser:
+    """The model and the runs."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--runs", default="hybrid:2:4096", help=f"comma-separated. {Case.__doc__}")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--layers", type=int, default=21)
@@ -167,6 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peak", type=float, default=790.0, help="TFLOP/s for MFU")
     parser.add_argument("--packing", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--cap-gb", type=float, help="memory that the allocator may take")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and run."""
+    parser = build_parser(__doc__)
     parser.add_argument("--profile", action="store_true", help="print where one step's time goes")
     args = parser.parse_args(argv)
     start_ranks(RunConfig().parallel, 1234)

@@ -4,7 +4,7 @@
 #   sbatch --array=0-15 launchers/tokenize.sh OUTPUT --tokenizer DIR --input 'web/*.jsonl.zst' [...]
 #   bash launchers/tokenize.sh OUTPUT --tokenizer DIR --input ...       the same here, in one piece
 #
-# Each element takes a run of neighbouring files and writes OUTPUT.parts/NNNN; the first one submits the
+# Each element takes a run of neighbouring files, or of lines of a large one, and writes OUTPUT.parts/NNNN; the first submits the
 # merge, which waits for all of them and writes OUTPUT.bin, .idx and .manifest.json with the documents in
 # the order of the files, as one process would. Started again, finished parts are only checked.
 #SBATCH --job-name=lt2_tokenize

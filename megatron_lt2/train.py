@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lt2.caches import use_cache_folders
 from megatron_lt2.config.errors import ConfigError
 from megatron_lt2.config.load import fail, load_config, to_yaml
 from megatron_lt2.config.schema import RunConfig
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             description=DESCRIPTION,
             other_options=re.findall(r"^  (--[a-z-]+)", DESCRIPTION, re.MULTILINE),
         )
+        use_cache_folders()
         if print_config and not estimate:
             print(to_yaml(config), end="")
             return 0
@@ -69,18 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if estimate:
             return _estimate(config, assumed)
         return _evaluate(config) if only_evaluate else _train(config)
-    except _diverged() as error:
+    except diverged() as error:
         fail(error, say=_is_first_rank())
-        _leave_process_group()
+        leave_process_group()
         return EXIT_DIVERGED
-    except (ConfigError, _UserError) as error:
+    except (ConfigError, UserError) as error:
         # Every rank finds the same mistake; one a node says so.
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
         code = fail(error, say=local_rank == "0")
-        _leave_process_group()
+        leave_process_group()
         return code
     except Exception:
-        _end_rank_at_once()
+        end_rank_at_once()
         raise
 
 
@@ -88,20 +90,20 @@ def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _diverged() -> type[Exception]:
+def diverged() -> type[Exception]:
     """The error of a run that diverged; its module is imported only if a run was."""
     module = sys.modules.get("megatron_lt2.training.guard")
     return module.DivergedError if module is not None else _NeverRaised
 
 
-def _leave_process_group() -> None:
+def leave_process_group() -> None:
     """Quietly, or NCCL warns about it after the one line that matters."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def _end_rank_at_once() -> None:
+def end_rank_at_once() -> None:
     """After a failure among several ranks: say what happened, then end without goodbyes.
 
     The others wait for this rank in some collective call. As long as it lives they cannot notice,
@@ -123,7 +125,7 @@ class _NeverRaised(Exception):
     """Stands for an error whose module was not imported."""
 
 
-class _UserError(ValueError):
+class UserError(ValueError):
     """A mistake in the data or settings that was found after parsing."""
 
 
@@ -157,7 +159,7 @@ def _estimate(config: RunConfig, assumed: int | None) -> int:
 
     world = rank_info().world_size if assumed is None else assumed
     if config.model.vocab_size is None:
-        _resolve_tokenizer(config)
+        resolve_tokenizer(config)
     check_config(config, world, need_data=False)
     size = 4 if config.precision.dtype == "fp32" else 2
     memory = estimate_memory(config, world, size)
@@ -180,17 +182,17 @@ def _check(config: RunConfig, assumed: int | None, *, need_data: bool) -> None:
     need_data = need_data and bool(config.data.prefixes)
     resolved = config if not need_data else copy.deepcopy(config)
     if need_data:
-        _resolve_tokenizer(resolved)
+        resolve_tokenizer(resolved)
     check_run(resolved, assumed or 1, need_data=need_data)
 
 
-def _resolve_tokenizer(config: RunConfig):
+def resolve_tokenizer(config: RunConfig):
     """Load the tokenizer, check that it made the data, and fix the vocabulary size."""
     from megatron_lt2.data.manifest import check_same_tokenizer, read_manifest
     from megatron_lt2.data.tokenizer import load_tokenizer
 
     if not config.data.prefixes:
-        raise _UserError(
+        raise UserError(
             "data.path is empty; write data with `python data_prep/tokenize.py --input FILE... "
             "--tokenizer DIR --output PREFIX` and pass --data.path PREFIX"
         )
@@ -199,11 +201,11 @@ def _resolve_tokenizer(config: RunConfig):
         tokenizer = load_tokenizer(config.data.tokenizer or manifest["tokenizer"]["path"])
         check_same_tokenizer(config.data.prefixes, tokenizer)
     except (ValueError, OSError) as error:
-        raise _UserError(str(error)) from None
+        raise UserError(str(error)) from None
     if config.model.vocab_size is None:
         config.model.vocab_size = tokenizer.vocab_size
     elif config.model.vocab_size < tokenizer.vocab_size:
-        raise _UserError(
+        raise UserError(
             f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's "
             f"{tokenizer.vocab_size} ({tokenizer.path}); set it to at least that"
         )
@@ -216,19 +218,49 @@ def _train(config: RunConfig) -> int:
     platform.install()
     from megatron_lt2.config.checks import check_config
     from megatron_lt2.parallel.start import rank_info, start_ranks, stop_ranks
-    from megatron_lt2.training.heartbeat import Heartbeat, dump_stacks_on_signal
+    from megatron_lt2.training.heartbeat import dump_stacks_on_signal
     from megatron_lt2.training.signals import ExitRequest
+    from megatron_lt2.warmup import before_training
 
     dump_stacks_on_signal()
     first = Path(config.run_dir) / "stop" if rank_info().rank == 0 else None
     exit_request = ExitRequest(config.training.exit_after_minutes, first)
-    tokenizer = _resolve_tokenizer(config)
+    tokenizer = resolve_tokenizer(config)
     check_config(config, rank_info().world_size)
-    info = start_ranks(config.parallel, config.training.seed)
+    before_training(config, rank_info().local_rank)
+    start_ranks(config.parallel, config.training.seed)
     from megatron_lt2.training.loop import Trainer
+
+    code = run_trainer(config, tokenizer, exit_request, Trainer)
+    stop_ranks()
+    return code
+
+
+def run_trainer(
+    config: RunConfig,
+    tokenizer,
+    exit_request,
+    make_trainer,
+    *,
+    module: str = "megatron_lt2.train",
+    more: bool = False,
+) -> int:
+    """One run of a trainer on ranks that have started; returns the exit code.
+
+    Args:
+        config: of the run, resolved and checked.
+        tokenizer: of the data.
+        exit_request: asks for an early end.
+        make_trainer: called as `Trainer`.
+        module: what the user has started, for cmd.txt.
+        more: another run follows on these ranks if this one is complete.
+    """
+    from megatron_lt2.parallel.start import rank_info
+    from megatron_lt2.training.heartbeat import Heartbeat
     from megatron_lt2.training.metrics import RunLog
     from megatron_lt2.training.refused_start import leaves_nothing, missing_folders
 
+    info = rank_info()
     main_rank = info.rank == 0
     missing = missing_folders(config.run_dir)
     lock = _lock_on_first_rank(config, main_rank)
@@ -243,17 +275,17 @@ def _train(config: RunConfig) -> int:
                 tensorboard=config.logging.tensorboard,
                 active=main_rank,
             )
-            trainer = Trainer(config, tokenizer, log, exit_request, heartbeat)
+            trainer = make_trainer(config, tokenizer, log, exit_request, heartbeat)
             trainer.restore()
         if main_rank:  # not before: a start that is refused changes nothing in the run folder
-            _write_run_facts(config, tokenizer)
-        code = trainer.run()
-        exit_request.close()
+            _write_run_facts(config, tokenizer, module)
+        code: int = trainer.run()
+        if code or not more:
+            exit_request.close()
     finally:
         if log is not None:
             log.close()
         heartbeat.close()
-    stop_ranks()
     del lock  # held until here
     return code
 
@@ -267,10 +299,12 @@ def _evaluate(config: RunConfig) -> int:
     from megatron_lt2.config.checks import check_config
     from megatron_lt2.parallel.start import rank_info, start_ranks, stop_ranks
     from megatron_lt2.training.signals import ExitRequest
+    from megatron_lt2.warmup import before_training
 
     exit_request = ExitRequest()
-    tokenizer = _resolve_tokenizer(config)
+    tokenizer = resolve_tokenizer(config)
     check_config(config, rank_info().world_size)
+    before_training(config, rank_info().local_rank)
     info = start_ranks(config.parallel, config.training.seed)
     from megatron_lt2.training.heartbeat import Heartbeat
     from megatron_lt2.training.loop import Trainer
@@ -305,11 +339,11 @@ def _lock_on_first_rank(config: RunConfig, main_rank: bool) -> object:
             refusal = str(error)
     refusal = first_rank_says(refusal)
     if refusal:
-        raise _UserError(refusal)
+        raise UserError(refusal)
     return lock
 
 
-def _write_run_facts(config: RunConfig, tokenizer) -> None:
+def _write_run_facts(config: RunConfig, tokenizer, module: str) -> None:
     """config.yaml, cmd.txt, env.txt and the tokenizer, beside the checkpoints."""
     from megatron_lt2.atomic import write_text_atomic
     from megatron_lt2.training.environment import describe_environment
@@ -318,7 +352,7 @@ def _write_run_facts(config: RunConfig, tokenizer) -> None:
     write_text_atomic(folder / "config.yaml", to_yaml(config))
     # What tools.spawn or a launcher put before it, so that the line can be typed again.
     start = os.environ.get("LT2_SPAWNED", Path(sys.executable).name).split()
-    command = shlex.join([*start, "-m", "megatron_lt2.train", *sys.argv[1:]])
+    command = shlex.join([*start, "-m", module, *sys.argv[1:]])
     write_text_atomic(folder / "cmd.txt", command + "\n")
     write_text_atomic(folder / "env.txt", describe_environment(os.environ))
     tokenizer.save(folder / "tokenizer")

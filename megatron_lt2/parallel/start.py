@@ -88,6 +88,15 @@ def build_groups(parallel: ParallelConfig, seed: int) -> None:
     model_parallel_cuda_manual_seed(seed)
 
 
+def regroup(parallel: ParallelConfig, seed: int) -> RankInfo:
+    """`start_ranks` for a further model on these ranks, with another layout; the ranks stay."""
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    return start_ranks(parallel, seed)
+
+
 def first_rank_says(text: str) -> str:
     """`text` of rank 0, on every rank; a collective call."""
     said = [text]

@@ -71,6 +71,8 @@ class Checkpointer:
         self.saved_step: int | None = None
         self.started_from: dict[str, Any] | None = None
         """Whose weights the run began with."""
+        self.first_weights: Callable[[], dict[str, Any]] | None = None
+        """Fills a new model instead of `checkpoint.init_from`; says `from` what and its `step`."""
         self.size = 0
         """Bytes of the newest checkpoint that this process wrote or read; 0: none yet."""
         self.progress = progress
@@ -210,8 +212,11 @@ class Checkpointer:
             ConfigError: no checkpoint is there, or it belongs to another model.
         """
         message = "starting from scratch"
-        if self.config.checkpoint.init_from is not None:
+        if self.first_weights is not None:
+            self.started_from = self.first_weights()
+        elif self.config.checkpoint.init_from is not None:
             self.started_from = initial_weights.take_over(self.config, self.parts, METADATA)
+        if self.started_from is not None:
             message = "starting from the weights of {from}, step {step}".format(**self.started_from)
         self.log.event("start", message + job_note(), step=0)
 

@@ -113,29 +113,42 @@ def check_architecture(folder: Path, model: ModelConfig) -> None:
 
 
 @torch.no_grad()
-def load_weights(model: Any, folder: Path, metadata: dict[str, Any]) -> None:
+def load_weights(
+    model: Any, folder: Path, metadata: dict[str, Any], without: tuple[str, ...] = ()
+) -> None:
     """Fill `model` from a checkpoint, whatever layout and dtype it has; a collective call.
 
     Args:
         model: LT2Model of this rank.
         folder: iteration folder.
         metadata: for megatron-core's `sharded_state_dict`.
+        without: beginnings of names that keep their values, whatever the checkpoint has there.
 
     Raises:
         ConfigError: tensors are missing, unknown, of another shape, or cannot be read.
     """
     template = model.sharded_state_dict(metadata=metadata)
     # Written by layers that have state beside their weights; ours do not.
-    template = {name: value for name, value in template.items() if "_extra_state" not in name}
+    template = {
+        name: value
+        for name, value in template.items()
+        if "_extra_state" not in name and not name.startswith(without)
+    }
     try:
-        _check_names(_keys(template), folder)
+        _check_names(_keys(template), folder, without)
         state = dist_checkpointing.load({"model": template}, str(folder))
     except ConfigError:
         raise
     except Exception as error:  # megatron-core, torch and pickle have errors of their own each
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(f"checkpoint.init_from {folder}: cannot be loaded ({reason})") from None
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state["model"], strict=not without)
+
+
+def load_model_weights(model: Any, folder: Path, without: tuple[str, ...] = ()) -> None:
+    """`load_weights` over this run's process groups."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    load_weights(model, folder, {"dp_cp_group": group}, without)
 
 
 def _keys(template: dict[str, Any]) -> set[str]:
@@ -150,14 +163,16 @@ def _keys(template: dict[str, Any]) -> set[str]:
     return keys
 
 
-def _check_names(own: set[str], folder: Path) -> None:
+def _check_names(own: set[str], folder: Path, without: tuple[str, ...] = ()) -> None:
     """The tensors of the model, over all ranks, must be those of the checkpoint."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     wanted = set().union(*gathered)
     saved = dist_checkpointing.load_tensors_metadata(str(folder))
     present = {
-        name for name in saved if not name.startswith(NOT_WEIGHTS) and "_extra_state" not in name
+        name
+        for name in saved
+        if not name.startswith((*NOT_WEIGHTS, *without)) and "_extra_state" not in name
     }
     problems = []
     if missing := sorted(wanted - present):

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -106,9 +107,15 @@ class RunLog:
             if value is not None:
                 self._scalar(_board_name(name), value, step)
 
-    def evaluation(self, step: int, loss: float, unigram: float | None) -> None:
-        """Report a validation loss."""
-        self.record("eval", step, loss=loss, split="validation")
+    def evaluation(
+        self,
+        step: int,
+        loss: float,
+        unigram: float | None,
+        parts: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report a validation loss, and in the record what it is made of."""
+        self.record("eval", step, loss=loss, split="validation", **(parts or {}))
         below = ""
         if unigram is not None:
             side = "below" if loss <= unigram else "above"

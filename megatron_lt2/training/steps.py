@@ -1,7 +1,7 @@
 """One training step and one evaluation, on megatron-core's schedules."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,8 @@ class StepResult:
     """What one optimizer step did. loss_sum, tokens and exit_sums are this rank's share, 0 but on
     the last pipeline stage.
 
-    exit_sums: of the loss "exits", sums over tokens of each loop's cross entropy, then of each
-        loop's exit probability [2 T]; else empty.
+    exit_sums: sums over tokens of what the loss is made of, by `LT2Model.part_names`; of the loss
+        "exits" each loop's cross entropy, then each loop's exit probability [2 T].
     """
 
     loss_sum: Tensor
@@ -43,6 +43,11 @@ class DataFeed:
     def __init__(self, source: Iterator[dict[str, Tensor]], config: RunConfig, eod: int) -> None:
         self._source, self._config, self._eod = source, config, eod
         self.waited_s = 0.0
+
+    @property
+    def source(self) -> Iterator[dict[str, Tensor]]:
+        """The micro-batches on the host."""
+        return self._source
 
     def __iter__(self) -> "DataFeed":
         return self
@@ -104,7 +109,9 @@ def train_step(
         count: micro-batches.
         accepts: is given `_run_schedule`'s sums; where it says no, the optimizer step is left out.
     """
-    prepare_step(config, parts.model, int(parts.scheduler.num_steps))
+    step = int(parts.scheduler.num_steps)
+    prepare_step(config, parts.model, step)
+    parts.model.begin_step(step)
     sums = run_backward(config, parts, feed, count)
     parts.lr = float(parts.optimizer.param_groups[0]["lr"])
     applied, grad_norm = False, 0.0
@@ -136,9 +143,14 @@ def evaluate(config: RunConfig, parts: TrainingParts, feed: DataFeed, count: int
     return mean_over_ranks(sums[0], sums[-1])
 
 
-def exit_means(exit_sums: Tensor | float, tokens: Tensor) -> dict[str, float]:
-    """Mean cross entropy of each loop and mean exit probabilities, over all ranks, by the name of
-    the metric; nothing of another loss or of no step. A collective call."""
+def exit_means(
+    exit_sums: Tensor | float, tokens: Tensor, names: Sequence[str] | None = None
+) -> dict[str, float]:
+    """Means of what the loss is made of, over all ranks, by `names`; nothing of a loss without
+    parts or of no step. A collective call.
+
+    names: default: those of the loss "exits", each loop's cross entropy and exit probability.
+    """
     if not isinstance(exit_sums, Tensor) or not len(exit_sums):
         return {}
     everything = torch.cat([exit_sums.double(), tokens.double()[None]])
@@ -147,8 +159,9 @@ def exit_means(exit_sums: Tensor | float, tokens: Tensor) -> dict[str, float]:
     )
     dist.all_reduce(everything, group=parallel_state.get_pipeline_model_parallel_group())
     means = (everything[:-1] / everything[-1]).tolist()
-    loops = range(1, len(exit_sums) // 2 + 1)
-    names = [f"loss_loop_{t}" for t in loops] + [f"exit_share_{t}" for t in loops]
+    if names is None:
+        loops = range(1, len(exit_sums) // 2 + 1)
+        names = [f"loss_loop_{t}" for t in loops] + [f"exit_share_{t}" for t in loops]
     return dict(zip(names, means, strict=True))
 
 

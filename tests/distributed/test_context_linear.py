@@ -53,6 +53,8 @@ def _config(case, parallel):
 def _layer(case, parallel):
     config = _config(case, parallel)
     layer = build(config, restart=True).model.decoder.layers[1].self_attention.double()
+    for parameter in layer.parameters():  # fp32; here gradients come by autograd
+        vars(parameter).pop("main_grad", None)
     return config, layer
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from megatron_lt2.config.schema import ParallelConfig
-from megatron_lt2.layouts import RECOMPUTE
 from tests.distributed.test_pipeline import _assert_equal, _case, _runs
 from tests.ranks import run_ranks
 from tests.tiny_run import build, feed_of, global_tensors, micro_batch_count
@@ -48,8 +47,7 @@ def _recomputed(rank, world, configs):
 
     found = {}
     for name, config in configs.items():
-        for again in (False, True):
-            config.megatron.transformer = dict(RECOMPUTE) if again else {}
+        for config.memory.recompute_layers in (0.0, 1.0):
             parts = build(config, restart=True)
             parts.ddp.zero_grad_buffer()
             feed = feed_of(config, range(1))

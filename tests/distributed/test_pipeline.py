@@ -14,11 +14,6 @@ from tests.ranks import run_ranks
 from tests.tiny_run import build, feed_of, global_tensors, micro_batch_count, tiny_config
 
 STEPS = 5
-RECOMPUTE = {
-    "recompute_granularity": "full",
-    "recompute_method": "uniform",
-    "recompute_num_layers": 1,
-}
 
 
 def _case(pattern="gdn+full", loops=2, layers=3, **parallel):
@@ -52,7 +47,7 @@ def _without_rho():
 
 def _recomputed():
     config = _case(loops=3)
-    config.megatron.transformer = dict(RECOMPUTE)
+    config.memory.recompute_layers = 1.0
     return config
 
 

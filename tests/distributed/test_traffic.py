@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_lt2.config.schema import ParallelConfig
-from megatron_lt2.layouts import RECOMPUTE
 from megatron_lt2.parallel import platform
 from tests.ranks import run_ranks
 from tests.tiny_run import build, feed_of, micro_batch_count, tiny_config
@@ -55,7 +54,7 @@ def _config(pattern, settings):
     # Rows, because with documents what attention exchanges depends on them.
     config.data.isolate_documents = False
     config.training.global_batch_size, config.precision.dtype = 3, "fp32"
-    config.megatron.transformer = dict(RECOMPUTE) if recompute else {}
+    config.memory.recompute_layers = float(recompute)
     return config
 
 

@@ -71,10 +71,7 @@ def test_estimate_of_the_large_model_needs_no_data(tmp_path):
     assert total > parameters * (2 + 4 + 12 / 8) / 1e9
 
 
-RECOMPUTE = (
-    "--megatron.transformer",
-    "{recompute_granularity: full, recompute_method: uniform, recompute_num_layers: 1}",
-)
+RECOMPUTE = ("--memory.recompute_layers", 1)
 
 
 def test_recomputation_is_bit_equal(config, tmp_path):
@@ -86,8 +83,8 @@ def test_recomputation_is_bit_equal(config, tmp_path):
     train(recomputed, *config, *arguments, *RECOMPUTE).expect(75)
     assert curve(recomputed) == curve(plain)
     assert len(curve(plain)) == 5
-    kept = yaml.safe_load((recomputed / "config.yaml").read_text())["megatron"]["transformer"]
-    assert kept["recompute_granularity"] == "full"
+    kept = yaml.safe_load((recomputed / "config.yaml").read_text())["memory"]
+    assert kept == {"recompute_cheap": False, "recompute_layers": 1.0}
 
 
 def test_recomputation_with_loop_residual_and_micro_batches(undisturbed, config, tmp_path):

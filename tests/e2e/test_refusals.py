@@ -49,7 +49,11 @@ SETTINGS = {
     "pipeline": (["--parallel.pipeline", "2"], ["1 ranks", "parallel.pipeline 2"]),
     "context": (["--parallel.context", "2"], ["1 ranks", "parallel.context 2"]),
     "loss at exits": (["--model.loss", "exits"], ["model.loss 'exits'"]),
-    "fp8": (["--megatron.transformer", "{fp8: hybrid}"], ["megatron.transformer.fp8", "hybrid"]),
+    "fp8": (
+        ["--megatron.transformer", "{fp8: hybrid}"],
+        ["megatron.transformer.fp8", "precision.fp8"],
+    ),
+    "fp8 of odd sizes": (["--precision.fp8", "current"], ["precision.fp8 current", "of 16"]),
 }
 
 
@@ -148,10 +152,14 @@ def test_a_corpus_of_a_few_words(config, data, tmp_path):
     "section, field, value, fragments",
     [
         (
-            *("transformer", "recompute_granularty", "full"),
-            ["megatron.transformer.recompute_granularty", "did you mean recompute_granularity"],
+            *("transformer", "batch_invarant_mode", True),
+            ["megatron.transformer.batch_invarant_mode", "did you mean batch_invariant_mode"],
         ),
         ("transformer", "num_layers", 4, ["megatron.transformer.num_layers", "model.num_layers"]),
+        (
+            *("transformer", "recompute_granularity", "full"),
+            ["megatron.transformer.recompute_granularity", "memory.recompute_layers"],
+        ),
         ("ddp", "bucket_sizes", 1, ["megatron.ddp.bucket_sizes", "did you mean bucket_size"]),
         (
             *("ddp", "use_distributed_optimizer", True),
@@ -160,7 +168,7 @@ def test_a_corpus_of_a_few_words(config, data, tmp_path):
         ("optimizer", "adam_bta1", 0.9, ["megatron.optimizer.adam_bta1", "adam_beta1"]),
         ("optimizer", "lr", 0.1, ["megatron.optimizer.lr", "owned by optimizer.lr"]),
         # A field that there is, with a value that megatron-core refuses itself.
-        ("transformer", "recompute_granularity", "sideways", ["sideways"]),
+        ("transformer", "cuda_graph_impl", "sideways", ["sideways"]),
     ],
 )
 def test_fields_of_megatron_core(data, tmp_path, section, field, value, fragments):

@@ -1,6 +1,9 @@
 """Settings of a distillation: what a file may say, what each stage becomes, and the recipes."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,6 +118,16 @@ def test_refusals(name: str, teacher: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_refusal_names_its_stage(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [{"kind": "mixer"}, {"kind": "logits", "optimizer": {"warmup_steps": 2000}}]
+    path = _file(tmp_path, teacher, stages)
+    assert main(["--config", str(path), "--dry-run"]) == 2
+    said = "error: stages.1 (logits): optimizer.warmup_steps 2000 leaves nothing"
+    assert capsys.readouterr().err.startswith(said)
+
+
 def test_a_missing_teacher_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _file(tmp_path, tmp_path / "nowhere", [{"kind": "mixer"}])
     assert main(["--config", str(path), "--dry-run"]) == 2
@@ -180,3 +193,26 @@ def test_recipes_pass_the_dry_run_and_the_planner(
 def test_every_recipe_is_tried() -> None:
     found = {p.stem for p in CONFIGS.glob("*.yaml") if p.stem.startswith(("distill", "linearize"))}
     assert found == set(TEACHERS)
+
+
+def test_the_script_shows_its_stages_and_writes_nothing(tmp_path: Path) -> None:
+    teacher = write_teacher(tmp_path / "teacher", TEACHERS["distill_ouro_1b4_hybrid"])
+    here = tmp_path / "here"
+    here.mkdir()
+    shown = subprocess.run(
+        ["bash", str(CONFIGS.parent / "distill_ouro.sh"), "--stages.0.tokens", "2e8"],
+        cwd=here,
+        env={
+            **os.environ,
+            **{"LT2_VENV": sys.prefix, "CUDA_VISIBLE_DEVICES": "", "LT2_DRY_RUN": "1"},
+            **{"LT2_NPROC": "8", "TEACHER": str(teacher), "DATA_PATH": "corpus"},
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "stage 0 mixer (mixer) -> runs/distill_ouro_1b4_hybrid/stages/00-mixer" in shown.stdout
+    command = "-m megatron_lt2.tools.spawn --nproc 8 -- -m megatron_lt2.distill --config"
+    assert command in shown.stdout and "--data.path corpus" in shown.stdout
+    assert list(here.iterdir()) == []
