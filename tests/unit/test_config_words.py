@@ -145,7 +145,8 @@ from megatron_lt2.config.schema import RunConfig
 from megatron_lt2.parallel import platform
 
 platform.install()
-train._write_run_facts(RunConfig(run_dir=sys.argv[1]), SimpleNamespace(save=lambda path: None), "megatron_lt2.train")
+tokenizer = SimpleNamespace(save=lambda path: None)
+train._write_run_facts(RunConfig(run_dir=sys.argv[1]), tokenizer, "megatron_lt2.train")
 """
     (tmp_path / "rank.py").write_text(code)
     spawn = [sys.executable, "-m", "megatron_lt2.tools.spawn", "--nproc", "1", "--"]
