@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,7 +48,9 @@ def new_folder(
         ValueError: `target` exists and is not empty, and overwriting was not asked for or it is not
             one of ours.
     """
-    target = target.absolute()
+    # A link stays one: the folder that it names is replaced.
+    target = target.resolve() if target.is_symlink() else target.absolute()
+    _remove_leftovers(target)
     if target.is_dir() and any(target.iterdir()):
         if not overwrite:
             raise ValueError(f"{target}: already exists; name another folder or add --overwrite")
@@ -55,7 +59,7 @@ def new_folder(
     elif target.exists() and not target.is_dir():
         raise ValueError(f"{target}: is a file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.parent / f".{target.name}.{os.getpid()}.partial"
+    temporary = _beside(target, "partial")
     temporary.mkdir()
     try:
         yield temporary
@@ -73,7 +77,36 @@ def _swap(temporary: Path, target: Path) -> None:
     if not target.exists():
         temporary.rename(target)
         return
-    old = target.parent / f".{target.name}.{os.getpid()}.old"
+    old = _beside(target, "old")
     target.rename(old)
     temporary.rename(target)
     shutil.rmtree(old)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    """A hidden neighbour, whose name says which process of which machine made it."""
+    return target.parent / f".{target.name}.{socket.gethostname()}-{os.getpid()}.{kind}"
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Tidy up after processes of this machine that were killed; a folder that one was about to
+    replace comes back."""
+    pattern = rf"\.{re.escape(target.name)}\.{re.escape(socket.gethostname())}-(\d+)\.(partial|old)"
+    for path in sorted(target.parent.glob(".*")) if target.parent.is_dir() else []:
+        found = re.fullmatch(pattern, path.name)
+        if found is None or _is_alive(int(found[1])):
+            continue
+        if found[2] == "old" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -24,7 +24,7 @@ step() { # $1: what it does; the rest: the command
     if [[ $code == "$LT2_SAVED" ]]; then
         lt2_die "$code" "stopped early and saved; run the same command again to go on"
     elif [[ $code != 0 ]]; then
-        lt2_die 1 "quickstart: step '$1' failed (exit code $code); its message is above"
+        lt2_die $((code == 2 ? 2 : 1)) "quickstart: step '$1' failed (exit code $code); its message is above"
     fi
     printf -- '-- %s: %d s\n' "$1" $((SECONDS - begin))
 }

@@ -226,6 +226,10 @@ def _train(config: RunConfig) -> int:
     first = Path(config.run_dir) / "stop" if rank_info().rank == 0 else None
     exit_request = ExitRequest(config.training.exit_after_minutes, first)
     tokenizer = resolve_tokenizer(config)
+    if config.precision.fp8 != "none":  # before sizes: without a GPU they do not matter
+        from megatron_lt2.training.fp8_device import check_fp8_device
+
+        check_fp8_device(config.precision.fp8)
     check_config(config, rank_info().world_size)
     before_training(config, rank_info().local_rank)
     start_ranks(config.parallel, config.training.seed)

@@ -581,7 +581,7 @@ def test_quickstart_names_the_step_that_failed(tmp_path: Path) -> None:
     (blocked / "data").mkdir()
     (blocked / "data" / "corpus.jsonl").mkdir()  # the corpus cannot be written here
     result = bash(QUICKSTART, cwd=tmp_path, LT2_RUN_DIR=str(blocked))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert (
         result.stderr.strip().splitlines()[-1].startswith("lt2: quickstart: step 'corpus' failed")
     )
